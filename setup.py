@@ -1,0 +1,148 @@
+"""Builds the extension ``torch_c10d_ext._C`` out of every ``csrc/**/*.cpp``.
+
+One source tree serves torch builds with and without CUDA: no device code is compiled, so the plain
+host compiler is enough for both. ``C10D_EXT_WITH_CUDA`` is defined where torch was built with CUDA
+and the CUDA runtime headers are at hand (a toolkit, or the headers in nvidia's pip packages).
+
+Environment:
+    MAX_JOBS: compile jobs at a time (ninja's default otherwise).
+    CXX: the C++ compiler; when unset, ``c++`` is used, through ccache where that is installed.
+    TORCH_C10D_EXT_CUDA: 0 builds without CUDA, 1 makes missing CUDA headers an error.
+    TORCH_C10D_EXT_DEBUG: 1 builds with ``-O0 -g`` and without ``NDEBUG``.
+    TORCH_C10D_EXT_WERROR: 1 turns compiler warnings into errors.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+VERSION = "0.1.0"
+TORCH_REQUIREMENT = "torch>=2.11,<2.14"
+
+ROOT = Path(__file__).resolve().parent
+os.chdir(ROOT)
+
+try:
+    import torch
+    from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension
+except ImportError as error:
+    raise SystemExit(
+        f"torch_c10d_ext compiles against the installed torch ({TORCH_REQUIREMENT}): install that "
+        "first, then build with `pip install --no-build-isolation .` (or run `make build`)"
+    ) from error
+
+
+def flag(name: str) -> bool | None:
+    """The environment variable as a boolean, None when it is unset or empty."""
+    value = os.environ.get(name, "")
+    return value.lower() not in ("0", "off", "false", "no") if value else None
+
+
+def put_ninja_on_path() -> None:
+    """Finds the ninja installed beside this Python even when its environment is not activated."""
+    if not shutil.which("ninja"):
+        bin_dir = str(Path(sys.executable).parent)
+        os.environ["PATH"] = os.pathsep.join([bin_dir, os.environ.get("PATH", "")])
+
+
+def use_ccache() -> None:
+    """Compiles through ccache where it is installed and nobody chose a compiler.
+
+    torch wants CXX to be one program rather than ``ccache c++``, so this uses ccache's own
+    convention: a link named after the compiler. It is made under ``build/``, which git ignores.
+    """
+    ccache = shutil.which("ccache")
+    if "CXX" in os.environ or not ccache or not shutil.which("c++"):
+        return
+    link = ROOT / "build" / "ccache" / "c++"
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if not link.is_symlink() or os.readlink(link) != ccache:
+        link.unlink(missing_ok=True)
+        link.symlink_to(ccache)
+    os.environ["CXX"] = str(link)
+
+
+def cuda_include_dir() -> Path | None:
+    """The directory holding ``cuda_runtime_api.h``: the toolkit's or nvidia's pip packages'."""
+    candidates = []
+    if CUDA_HOME:
+        toolkit = Path(CUDA_HOME)
+        candidates += [toolkit / "include", *sorted(toolkit.glob("targets/*/include"))]
+    spec = importlib.util.find_spec("nvidia")
+    for location in spec.submodule_search_locations or () if spec else ():
+        # nvidia/cu13/include since CUDA 13, nvidia/cuda_runtime/include before.
+        candidates += sorted(Path(location).glob("*/include"))
+    for candidate in candidates:
+        if (candidate / "cuda_runtime_api.h").is_file():
+            return candidate
+    return None
+
+
+def extension():
+    define_macros = [
+        ("C10D_EXT_VERSION", f'"{VERSION}"'),
+        # Compared on import: the C++ ABI of libtorch is not stable between versions.
+        ("C10D_EXT_TORCH_VERSION", f'"{torch.__version__}"'),
+    ]
+    include_dirs = [str(ROOT / "csrc")]
+    libraries = []
+
+    wanted = flag("TORCH_C10D_EXT_CUDA")
+    if torch.version.cuda is not None and wanted is not False:
+        cuda_include = cuda_include_dir()
+        if cuda_include is not None:
+            print(f"building with CUDA {torch.version.cuda}, headers in {cuda_include}")
+            define_macros.append(("C10D_EXT_WITH_CUDA", "1"))
+            include_dirs.append(str(cuda_include))
+            libraries += ["c10_cuda", "torch_cuda"]
+        elif wanted:
+            raise SystemExit("TORCH_C10D_EXT_CUDA=1, but no cuda_runtime_api.h: set CUDA_HOME")
+        else:
+            print("no cuda_runtime_api.h found: building without CUDA stream support")
+    elif wanted:
+        raise SystemExit(f"TORCH_C10D_EXT_CUDA=1, but torch {torch.__version__} has no CUDA")
+
+    # 2.12 and newer headers need C++20, and 2.11's accept it. -g0 comes after the -g that
+    # distutils takes over from Python's own build.
+    flags = ["-std=c++20", "-fvisibility=hidden", "-Wall"]
+    if flag("TORCH_C10D_EXT_DEBUG"):
+        flags += ["-O0", "-g", "-UNDEBUG"]
+    else:
+        flags += ["-O2", "-g0"]
+    if flag("TORCH_C10D_EXT_WERROR"):
+        flags.append("-Werror")
+
+    return CppExtension(
+        name="torch_c10d_ext._C",
+        sources=[str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("csrc/**/*.cpp"))],
+        depends=[str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("csrc/**/*.h"))],
+        include_dirs=include_dirs,
+        define_macros=define_macros,
+        libraries=libraries,
+        extra_compile_args={"cxx": flags},
+    )
+
+
+put_ninja_on_path()
+use_ccache()
+setup(
+    name="torch_c10d_ext",
+    version=VERSION,
+    description="Every torch.distributed collective as a traceable, differentiable op",
+    long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else "",
+    long_description_content_type="text/markdown",
+    license="BSD-3-Clause",
+    python_requires=">=3.10",
+    install_requires=[TORCH_REQUIREMENT],
+    packages=find_packages(include=["torch_c10d_ext", "torch_c10d_ext.*"]),
+    package_data={"torch_c10d_ext": ["py.typed", "*.pyi"]},
+    ext_modules=[extension()],
+    cmdclass={"build_ext": BuildExtension.with_options(use_ninja=True)},
+    zip_safe=False,
+)
