@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -68,20 +69,41 @@ def use_ccache() -> None:
     os.environ["CXX"] = str(link)
 
 
-def cuda_include_dir() -> Path | None:
-    """The directory holding ``cuda_runtime_api.h``: the toolkit's or nvidia's pip packages'."""
+def package_dirs(name: str) -> list[Path]:
+    """Where the (possibly namespace) package `name` is installed, without importing it."""
+    spec = importlib.util.find_spec(name)
+    return [Path(p) for p in spec.submodule_search_locations or ()] if spec else []
+
+
+def cuda_include_dirs() -> list[Path]:
+    """Directories with the CUDA runtime's host headers, of the major version torch was built with.
+
+    Looked for in the toolkit, then in nvidia's pip packages, which torch's own CUDA wheels bring.
+    """
     candidates = []
     if CUDA_HOME:
         toolkit = Path(CUDA_HOME)
         candidates += [toolkit / "include", *sorted(toolkit.glob("targets/*/include"))]
-    spec = importlib.util.find_spec("nvidia")
-    for location in spec.submodule_search_locations or () if spec else ():
+    for package in package_dirs("nvidia"):
         # nvidia/cu13/include since CUDA 13, nvidia/cuda_runtime/include before.
-        candidates += sorted(Path(location).glob("*/include"))
+        candidates += sorted(package.glob("*/include"))
+    # CUDA 13 moved crt/ into a pip package that torch does not require; triton brings a copy.
+    crt = [p / "backends" / "nvidia" / "include" for p in package_dirs("triton")]
+
+    major = torch.version.cuda.split(".")[0]
     for candidate in candidates:
-        if (candidate / "cuda_runtime_api.h").is_file():
-            return candidate
-    return None
+        header = candidate / "cuda_runtime_api.h"
+        if not header.is_file():
+            continue
+        found = re.search(r"#define\s+CUDART_VERSION\s+(\d+)\d{3}\b", header.read_text("latin-1"))
+        if not found or found[1] != major:
+            print(f"skipping the CUDA headers in {candidate}: torch uses CUDA {torch.version.cuda}")
+            continue
+        for extra in [None, *candidates, *crt]:
+            if ((extra or candidate) / "crt" / "host_defines.h").is_file():
+                return [candidate] if extra is None else [candidate, extra]
+        print(f"skipping the CUDA headers in {candidate}: no crt/host_defines.h")
+    return []
 
 
 def extension():
@@ -95,16 +117,16 @@ def extension():
 
     wanted = flag("TORCH_C10D_EXT_CUDA")
     if torch.version.cuda is not None and wanted is not False:
-        cuda_include = cuda_include_dir()
-        if cuda_include is not None:
-            print(f"building with CUDA {torch.version.cuda}, headers in {cuda_include}")
+        cuda_dirs = [str(p) for p in cuda_include_dirs()]
+        if cuda_dirs:
+            print(f"building with CUDA {torch.version.cuda}, headers in {', '.join(cuda_dirs)}")
             define_macros.append(("C10D_EXT_WITH_CUDA", "1"))
-            include_dirs.append(str(cuda_include))
+            include_dirs += cuda_dirs
             libraries += ["c10_cuda", "torch_cuda"]
         elif wanted:
-            raise SystemExit("TORCH_C10D_EXT_CUDA=1, but no cuda_runtime_api.h: set CUDA_HOME")
+            raise SystemExit("TORCH_C10D_EXT_CUDA=1, but no CUDA runtime headers: set CUDA_HOME")
         else:
-            print("no cuda_runtime_api.h found: building without CUDA stream support")
+            print("no CUDA runtime headers found: building without CUDA stream support")
     elif wanted:
         raise SystemExit(f"TORCH_C10D_EXT_CUDA=1, but torch {torch.__version__} has no CUDA")
 
