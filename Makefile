@@ -1,0 +1,98 @@
+# make demo     train a tensor-parallel transformer on 2 ranks, eager and compiled
+# make test     the whole suite (PYTEST_ARGS="tests/ops -k all_reduce" for a part)
+# make bench    latency and bandwidth against torch's own collectives
+# make lint     ruff, mypy, clang-format (make format rewrites)
+# make build    the environment and the extension, in place; everything above does this first
+# make wheel    dist/*.whl for the torch in .venv
+# make clean    what was built; make distclean also .venv
+#
+# Needs python3 >= 3.10 with venv and headers, a C++20 compiler and make. Everything else goes into
+# .venv. Settings: PYTHON (the interpreter .venv is made with), TORCH (what pip installs), MAX_JOBS.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+MAX_JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+DEMO_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+CPP := $(sort $(shell find csrc -name '*.cpp' -o -name '*.h' 2>/dev/null))
+CPP_DIRS := $(shell find csrc -type d 2>/dev/null)
+# An extension that was deleted, or never built, overrides the stamp.
+EXTENSION := $(wildcard torch_c10d_ext/_C*.so)
+
+# ninja, ruff and the rest are found in the environment first, nothing needs activating.
+export PATH := $(abspath $(BIN)):$(PATH)
+export MAX_JOBS
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+say = @printf '\033[1m==> %s\033[0m\n'
+
+.PHONY: build demo test bench lint format wheel clean distclean FORCE
+.DELETE_ON_ERROR:
+
+build: $(VENV)/.built
+
+$(VENV)/.python: tools/check_machine.py
+	@$(PYTHON) tools/check_machine.py
+	$(say) "creating $(VENV) with $$($(PYTHON) -V)"
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.torch: tools/requirements.txt $(VENV)/.python
+	$(say) "installing $(TORCH) and the build and test tools (once; the download takes minutes)"
+	@$(PY) -m pip install "$(TORCH)" -r tools/requirements.txt
+	@touch $@
+
+$(VENV)/.dev: tools/requirements-dev.txt $(VENV)/.torch
+	$(say) "installing the lint tools"
+	@$(PY) -m pip install -q -r tools/requirements-dev.txt
+	@touch $@
+
+# The directories are listed so that a source file taken away rebuilds too.
+$(VENV)/.built: $(VENV)/.torch setup.py $(CPP) $(CPP_DIRS) $(if $(EXTENSION),,FORCE)
+	$(say) "building torch_c10d_ext._C with $(MAX_JOBS) jobs (only what changed)"
+	@$(PY) tools/build_inplace.py
+	@touch $@
+
+demo: build
+	$(say) "training a character-level transformer on 2 ranks, eager and compiled"
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m torch.distributed.run --standalone \
+		--nproc-per-node 2 examples/train_char_transformer.py $(DEMO_ARGS)
+
+test: build
+	$(say) "running the tests"
+	@$(PY) -m pytest $(PYTEST_ARGS)
+
+bench: build
+	$(say) "measuring against torch's own collectives"
+	@$(PY) benchmarks/run.py $(BENCH_ARGS)
+
+# All of them run, whatever the first one finds.
+lint: $(VENV)/.dev build
+	@failed=; \
+	run() { printf '\033[1m==> %s\033[0m\n' "$$1"; shift; "$$@" || failed=1; }; \
+	run "ruff check" $(BIN)/ruff check --output-format concise .; \
+	run "ruff format" $(BIN)/ruff format --check --quiet --diff .; \
+	run mypy $(BIN)/mypy; \
+	run clang-format $(BIN)/clang-format --dry-run -Werror $(CPP); \
+	test -z "$$failed"
+
+format: $(VENV)/.dev
+	@$(BIN)/ruff check --fix-only .
+	@$(BIN)/ruff format .
+	@$(BIN)/clang-format -i $(CPP)
+
+wheel: $(VENV)/.torch
+	@$(PY) -m pip wheel --no-build-isolation --no-deps -w dist .
+
+clean:
+	rm -rf build dist *.egg-info torch_c10d_ext/_C*.so $(VENV)/.built
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)
