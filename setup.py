@@ -55,11 +55,12 @@ def put_ninja_on_path() -> None:
 def use_ccache() -> None:
     """Compiles through ccache where it is installed and nobody chose a compiler.
 
-    torch wants CXX to be one program rather than ``ccache c++``, so this uses ccache's own
-    convention: a link named after the compiler. It is made under ``build/``, which git ignores.
+    torch 2.13 does so by itself. The ones before want CXX to be one program, not ``ccache c++``, so
+    this uses ccache's own convention: a link named after the compiler, under ``build/``.
     """
     ccache = shutil.which("ccache")
-    if "CXX" in os.environ or not ccache or not shutil.which("c++"):
+    wraps = hasattr(torch.utils.cpp_extension, "_wrap_compiler")
+    if "CXX" in os.environ or wraps or not ccache or not shutil.which("c++"):
         return
     link = ROOT / "build" / "ccache" / "c++"
     link.parent.mkdir(parents=True, exist_ok=True)
