@@ -1,0 +1,179 @@
+"""The tree keeps the shape CONTRIBUTING.md describes: a collective is three files of one stem."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_c10d_ext
+from torch_c10d_ext import functional
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# The variants of a collective: functional, in place, into `out`, over a list.
+FORMS = ("", "_", "_out", "_coalesced", "_coalesced_")
+STEMS = sorted(p.stem for p in ROOT.glob("csrc/ops/*.cpp"))
+SCHEMA = re.compile(r'\.def\(\s*"(\w+)\(')
+
+# Where torch-private names may be used: adapting to another torch version touches these alone.
+TOUCH_TORCH_PRIVATE = {"_async.py", "_groups.py", "_lowering.py"}
+
+WITHOUT_GIT = {"build", "dist", "__pycache__"}
+
+
+def repository_files() -> list[Path]:
+    """Tracked and new files, or, where this is no checkout, everything that was not generated."""
+    git = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    if git.returncode == 0:
+        files = [ROOT / os.fsdecode(name) for name in git.stdout.split(b"\0") if name]
+    else:
+        files = [
+            path
+            for path in ROOT.rglob("*")
+            if not any(
+                part in WITHOUT_GIT or (part.startswith(".") and part != ".ci")
+                for part in path.relative_to(ROOT).parts[:-1]
+            )
+        ]
+    return sorted(p for p in files if p.is_file() and p.suffix not in (".so", ".pyc"))
+
+
+def schemas(path: Path) -> list[str]:
+    return SCHEMA.findall(path.read_text())
+
+
+def names_of(files: list[str], pattern: str) -> list[str]:
+    return sorted(m[1] for f in files if (m := re.fullmatch(pattern, f)))
+
+
+def test_a_collective_is_three_files_of_one_stem() -> None:
+    files = [str(p.relative_to(ROOT)) for p in repository_files()]
+    assert len(STEMS) > 1
+    assert names_of(files, r"csrc/ops/(\w+)\.cpp") == STEMS
+    assert names_of(files, r"torch_c10d_ext/ops/((?!__init__)\w+)\.py") == STEMS
+    assert names_of(files, r"tests/ops/test_(\w+)\.py") == STEMS
+
+
+def test_a_backend_is_a_file_with_a_test_file() -> None:
+    files = [str(p.relative_to(ROOT)) for p in repository_files()]
+    backends = names_of(files, r"csrc/backends/(\w+)\.cpp")
+    assert names_of(files, r"tests/backends/test_(\w+)\.py") == backends
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_schemas_are_variants_of_the_stem(stem: str) -> None:
+    declared = schemas(ROOT / "csrc" / "ops" / f"{stem}.cpp")
+    assert stem in declared
+    assert set(declared) <= {stem + form for form in FORMS}
+    assert len(declared) == len(set(declared))
+
+
+def test_schemas_are_declared_in_ops_alone() -> None:
+    elsewhere = [p for p in ROOT.glob("csrc/**/*.cpp") if p.parent.name != "ops" and schemas(p)]
+    assert elsewhere == []
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_every_op_has_every_kernel(stem: str) -> None:
+    # CUDA too, in a build without CUDA: the kernels are host code.
+    for name in schemas(ROOT / "csrc" / "ops" / f"{stem}.cpp"):
+        for key in ("CPU", "CUDA", "Meta", "AutogradCPU", "AutogradCUDA"):
+            assert torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d_ext::{name}", key), (
+                f"{name} has no {key} kernel"
+            )
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_functional_exports_the_collective(stem: str) -> None:
+    module = importlib.import_module(f"torch_c10d_ext.ops.{stem}")
+    public = {
+        name: value
+        for name, value in vars(module).items()
+        if callable(value) and not name.startswith("_") and value.__module__ == module.__name__
+    }
+    assert public, f"{module.__name__} has no user function"
+    for name, function in public.items():
+        assert getattr(functional, name, None) is function, f"functional does not export {name}"
+        assert function.__doc__, f"{name} has no docstring"
+
+
+def test_torch_private_names_stay_in_their_files() -> None:
+    private = re.compile(r"\btorch(\.\w+)*\._(?!_)\w+|\bfrom torch(\.\w+)* import _\w+")
+    found = []
+    for path in ROOT.glob("torch_c10d_ext/**/*.py"):
+        if path.name in TOUCH_TORCH_PRIVATE:
+            continue
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            code = line.split("#")[0]
+            if (m := private.search(code)) and not re.search(r"``[^`]*$", code[: m.start()]):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
+    assert found == []
+
+
+def test_environment_variables_share_a_prefix() -> None:
+    read = re.compile(r"""(?:getenv|environ\.get|get_env|environ\[)\W{0,2}["'](\w+)["']""")
+    names = {
+        name
+        for top in ("csrc", "torch_c10d_ext")
+        for path in (ROOT / top).rglob("*")
+        if path.suffix in (".cpp", ".h", ".py")
+        for name in read.findall(path.read_text())
+    }
+    assert {n for n in names if not n.startswith("TORCH_C10D_EXT_")} == set()
+
+
+def test_files_hold_nothing_of_the_machine_they_were_written_on() -> None:
+    place = re.compile(r"(?<![\w.])/(?:root|home|work|Users|mnt|opt)/\w+")
+    found = []
+    for path in repository_files():
+        if path == Path(__file__).resolve():
+            continue
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if place.search(line):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
+    assert found == []
+
+
+def test_files_are_small_clean_text() -> None:
+    wide = {".py", ".cpp", ".h", ".sh", ".toml", ".yaml"}
+    found = []
+    for path in repository_files():
+        name = path.relative_to(ROOT)
+        text = path.read_text(encoding="utf-8")
+        if len(text) > 400_000:
+            found.append(f"{name}: {len(text)} characters")
+        if text and not text.endswith("\n"):
+            found.append(f"{name}: no newline at the end")
+        for number, line in enumerate(text.splitlines(), 1):
+            if line != line.rstrip():
+                found.append(f"{name}:{number}: space at the end")
+            if path.suffix in wide and len(line) > 100:
+                found.append(f"{name}:{number}: {len(line)} columns")
+            if "\t" in line and path.name != "Makefile":
+                found.append(f"{name}:{number}: tab")
+    assert found == []
+
+
+def test_version_is_the_same_everywhere() -> None:
+    version = re.search(r'^VERSION = "(.*)"', (ROOT / "setup.py").read_text(), re.MULTILINE)
+    assert version
+    assert torch_c10d_ext.__version__ == version[1]
+    releases = re.findall(r"^## \[(\d\S*)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert releases[0] == version[1]
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_changelog_names_every_collective(stem: str) -> None:
+    assert f"`{stem}`" in (ROOT / "CHANGELOG.md").read_text()
