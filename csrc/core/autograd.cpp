@@ -1,0 +1,233 @@
+#include "core/autograd.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/AutogradState.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/version.h>
+
+#include "core/calls.h"
+
+namespace c10d_ext {
+
+namespace {
+
+using torch::autograd::Node;
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+
+class CollectiveBackward final : public Node {
+ public:
+  explicit CollectiveBackward(Derivative derivative) : derivative_(std::move(derivative)) {}
+
+  variable_list apply(variable_list&& grads) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
+    Tensors complete;
+    complete.reserve(grads.size());
+    for (size_t i = 0; i < grads.size(); ++i) {
+      complete.push_back(grads[i].defined() ? std::move(grads[i]) : input_metadata(i).zeros_like());
+    }
+    Tensors saved;
+    saved.reserve(saved_.size());
+    for (const auto& variable : saved_) {
+      saved.push_back(variable.unpack(getptr()));
+    }
+    return derivative_.adjoint(complete, saved);
+  }
+
+  void save(const at::Tensor& t, bool is_output) {
+    saved_.emplace_back(t, is_output);
+  }
+
+  void release_variables() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    // Nothing saved: nothing to forget, and a second backward is fine, as for any linear op.
+    released_ = !saved_.empty();
+    saved_.clear();
+  }
+
+  std::string name() const override {
+    return derivative_.name;
+  }
+
+ private:
+  Derivative derivative_;
+  std::vector<SavedVariable> saved_;
+  bool released_ = false;
+};
+
+// Nodes are shared_ptrs up to torch 2.12 and intrusive_ptrs since.
+auto make_node(Derivative derivative) {
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
+  return std::shared_ptr<CollectiveBackward>(new CollectiveBackward(std::move(derivative)),
+                                             torch::autograd::deleteNode);
+#else
+  return c10::make_intrusive<CollectiveBackward>(std::move(derivative));
+#endif
+}
+
+bool any_requires_grad(at::TensorList tensors) {
+  if (!c10::GradMode::is_enabled()) {
+    return false;
+  }
+  for (const auto& t : tensors) {
+    if (t.requires_grad()) {
+      return true;
+    }
+  }
+  return false;
+}
+
+bool any_has_tangent(at::TensorList tensors) {
+  if (!c10::AutogradState::get_tls_state().get_fw_grad_mode()) {
+    return false;
+  }
+  for (const auto& t : tensors) {
+    if (t._fw_grad(/*level=*/0).defined()) {
+      return true;
+    }
+  }
+  return false;
+}
+
+Tensors tangents_of(const Derivative& derivative, at::TensorList inputs) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      derivative.tangent, derivative.name,
+      ": forward-mode derivatives are defined for linear reductions and data movement, got another "
+      "reduce_op; use reverse mode");
+  Tensors tangents;
+  for (const auto& t : inputs) {
+    const auto& tangent = t._fw_grad(/*level=*/0);
+    tangents.push_back(tangent.defined() ? tangent : at::zeros_like(t));
+  }
+  return derivative.tangent(tangents);
+}
+
+}  // namespace
+
+Tensors differentiable(at::TensorList inputs, c10::function_ref<Tensors()> forward,
+                       const std::function<Derivative()>& derivative) {
+  const bool needs_grad = any_requires_grad(inputs);
+  const bool has_tangent = any_has_tangent(inputs);
+  Tensors outputs;
+  {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    outputs = forward();
+  }
+  if (needs_grad) {
+    Derivative description = derivative();
+    const bool save = description.save;
+    auto node = make_node(std::move(description));
+    node->set_next_edges(torch::autograd::collect_next_edges(inputs));
+    for (const auto& output : outputs) {
+      torch::autograd::set_history(output, node);
+    }
+    if (save) {
+      for (const auto& input : inputs) {
+        node->save(input, /*is_output=*/false);
+      }
+      for (const auto& output : outputs) {
+        node->save(output, /*is_output=*/true);
+      }
+    }
+  }
+  if (has_tangent) {
+    const Tensors tangents = tangents_of(derivative(), inputs);
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      outputs[i]._set_fw_grad(tangents[i], /*level=*/0, /*is_inplace_op=*/false);
+    }
+  }
+  return outputs;
+}
+
+at::Tensor differentiable(const at::Tensor& input, c10::function_ref<at::Tensor()> forward,
+                          const std::function<Derivative()>& derivative) {
+  if (!any_requires_grad(input) && !any_has_tangent(input)) {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return forward();
+  }
+  const auto as_list = [&] { return Tensors{forward()}; };
+  return differentiable(at::TensorList(input), as_list, derivative).front();
+}
+
+void differentiable_in_place(std::string_view op, at::TensorList inputs,
+                             c10::function_ref<void()> forward,
+                             const std::function<Derivative()>& derivative) {
+  const bool needs_grad = any_requires_grad(inputs);
+  if (needs_grad) {
+    for (const auto& input : inputs) {
+      TORCH_CHECK(!(input.requires_grad() && input.is_leaf()), op,
+                  ": an in-place collective needs a tensor that is no leaf requiring grad, got a "
+                  "leaf of shape ",
+                  input.sizes(), " that requires grad; use the functional op, or torch.no_grad()");
+      torch::autograd::check_inplace(input, /*requires_grad=*/true);
+    }
+  }
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !any_has_tangent(inputs), op,
+      ": forward-mode derivatives need the functional op, got a dual tensor to write in place");
+  {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    forward();
+  }
+  for (const auto& input : inputs) {
+    torch::autograd::impl::bump_version(input);
+  }
+  if (needs_grad) {
+    auto node = make_node(derivative());
+    node->set_next_edges(torch::autograd::collect_next_edges(inputs));
+    for (const auto& input : inputs) {
+      torch::autograd::rebase_history(input, node);
+    }
+  }
+}
+
+void forward_out(std::string_view op, at::TensorList tensors, const at::Tensor& out,
+                 c10::function_ref<void()> forward) {
+  TORCH_CHECK(!any_requires_grad(tensors) && !any_requires_grad(out), op,
+              ": out= does not differentiate, got a tensor that requires grad; use the functional "
+              "op, or torch.no_grad()");
+  {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    forward();
+  }
+  torch::autograd::impl::bump_version(out);
+}
+
+at::Tensor pull_back(const Reduction& reduction, const at::Tensor& grad, const at::Tensor& input,
+                     const std::function<at::Tensor()>& reduced, const std::string& group,
+                     int64_t rank, int64_t group_size) {
+  switch (reduction.op) {
+    case ReduceOp::Sum:
+      return grad;
+    case ReduceOp::Avg:
+      return grad.div(group_size);
+    case ReduceOp::PremulSum:
+      return grad.mul(reduction.factor->conj());
+    case ReduceOp::Min:
+    case ReduceOp::Max: {
+      // The ranks that hold the winning value share the gradient evenly.
+      const at::Tensor won = input.eq(reduced()).to(grad.scalar_type());
+      const at::Tensor winners = call::all_reduce(won, {ReduceOp::Sum, std::nullopt}, group);
+      return grad.mul(won).div(winners);
+    }
+    case ReduceOp::Product: {
+      // The product of the other ranks' values, by multiplication alone: right where values are
+      // zero.
+      const at::Tensor all = call::all_gather_into_tensor(input.unsqueeze(0), group_size, group);
+      const at::Tensor others =
+          at::cat({all.narrow(0, 0, rank), all.narrow(0, rank + 1, group_size - rank - 1)}).prod(0);
+      return grad.mul(others.conj());
+    }
+    default:
+      break;
+  }
+  TORCH_CHECK(false, "reduce_op '", name_of(reduction.op), "' has no derivative");
+}
+
+}  // namespace c10d_ext

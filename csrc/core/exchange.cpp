@@ -1,0 +1,796 @@
+#include "core/exchange.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <numeric>
+#include <utility>
+#include <vector>
+
+#include "core/pending.h"
+
+// torch 2.13 renamed _allgather_base, alltoall_base and their kin; 2.11 has the old names alone.
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+
+namespace c10d_ext {
+
+namespace {
+
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+using Tensors = std::vector<at::Tensor>;
+
+// A started exchange and what this rank still has to do when it completes.
+struct Started {
+  WorkPtr work;
+  Finish finish;
+};
+
+// The backend that serves a device in a group; a ProcessGroup without backends (one written in
+// Python, say) is used through its own virtual methods, which have the same names.
+class Channel {
+ public:
+  Channel(std::string_view op, const Group& group, const at::Tensor& t) : op_(op), group_(group) {
+    auto* pg = static_cast<c10d::ProcessGroup*>(group.process_group());
+    if (!t.is_cpu()) {
+      device_guard_.reset_device(t.device());
+    }
+    if (!pg->hasBackends()) {
+      process_group_ = pg;
+      return;
+    }
+    if (!pg->hasBackendForDeviceType(t.device().type())) {
+      value_error(op, group, "the group must have a backend for the tensor's device, got ",
+                  t.device());
+    }
+    backend_ = pg->getBackend(t.device().type());
+    const std::string name = backend_->getBackendName();
+    gloo_ = name == "gloo";
+    nccl_ = name == "nccl";
+    complete_ = name == "shm" || name == "fake";
+    has_future_ = gloo_ || name == "shm";
+  }
+
+  // Runs `verb` on the backend.
+  template <class Verb>
+  WorkPtr start(Verb&& verb) const {
+    return backend_ ? verb(*backend_) : verb(*process_group_);
+  }
+
+  void attach(at::TensorList outs, Started started) const {
+    c10d_ext::attach(op_, group_, outs, started.work, std::move(started.finish), has_future_);
+  }
+
+  ReductionPlan plan(const Reduction& reduction, c10::ScalarType dtype) const {
+    return plan_reduction(reduction.op, dtype, nccl_ || complete_, !nccl_);
+  }
+
+  // gloo's own reduce-scatter is an all-reduce without a future.
+  bool has_reduce_scatter() const {
+    return !gloo_;
+  }
+  // Uneven lists of tensors in all_gather and reduce_scatter.
+  bool has_uneven_lists() const {
+    return nccl_ || complete_;
+  }
+  bool has_avg(bool reduce_to_one) const {
+    return nccl_ || complete_ || (gloo_ && !reduce_to_one);
+  }
+  bool has_coalesced() const {
+    return nccl_ || complete_;
+  }
+
+  // Gloo and nccl keep a collective's inputs alive themselves; of others nothing is known.
+  Finish keep(const at::Tensor& t) const {
+    return gloo_ || nccl_ ? Finish() : Finish([t] {});
+  }
+
+  const Group& group() const {
+    return group_;
+  }
+
+ private:
+  std::string_view op_;
+  const Group& group_;
+  c10::OptionalDeviceGuard device_guard_;
+  c10::intrusive_ptr<c10d::Backend> backend_;
+  c10d::ProcessGroup* process_group_ = nullptr;
+  bool gloo_ = false;
+  bool nccl_ = false;
+  bool complete_ = false;
+  bool has_future_ = false;
+};
+
+c10d::ReduceOp wire_op_of(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::Avg:
+      return c10d::ReduceOp::AVG;
+    case ReduceOp::Product:
+      return c10d::ReduceOp::PRODUCT;
+    case ReduceOp::Min:
+      return c10d::ReduceOp::MIN;
+    case ReduceOp::Max:
+      return c10d::ReduceOp::MAX;
+    case ReduceOp::Band:
+      return c10d::ReduceOp::BAND;
+    case ReduceOp::Bor:
+      return c10d::ReduceOp::BOR;
+    case ReduceOp::Bxor:
+      return c10d::ReduceOp::BXOR;
+    case ReduceOp::Sum:
+    case ReduceOp::PremulSum:
+      break;
+  }
+  return c10d::ReduceOp::SUM;
+}
+
+// Contiguous and without conj or neg bits: a backend can write it directly.
+bool is_dense(const at::Tensor& t) {
+  return t.is_contiguous() && !t.is_conj() && !t.is_neg();
+}
+
+// The memory of a dense tensor as 1-D bytes.
+at::Tensor bytes_of(const at::Tensor& t) {
+  const at::Tensor flat = t.view({-1});
+  return flat.scalar_type() == at::kByte ? flat : flat.view(at::kByte);
+}
+
+Tensors rows_of_bytes(const at::Tensor& dense, int64_t rows) {
+  return bytes_of(dense).view({rows, -1}).unbind(0);
+}
+
+at::Tensor empty_bytes(int64_t count, const at::Tensor& like) {
+  return at::empty({count}, like.options().dtype(at::kByte));
+}
+
+// A dense tensor to receive `out`'s data in, and the copy into `out` where they differ.
+std::pair<at::Tensor, Finish> landing(const at::Tensor& out) {
+  if (is_dense(out)) {
+    return {out, Finish()};
+  }
+  at::Tensor buffer = at::empty(out.sizes(), out.options());
+  return {buffer, [buffer, out] { out.copy_(buffer); }};
+}
+
+Finish then(Finish first, Finish second) {
+  if (!first) {
+    return second;
+  }
+  if (!second) {
+    return first;
+  }
+  return [first = std::move(first), second = std::move(second)] {
+    first();
+    second();
+  };
+}
+
+// premul_sum: a rank's values times its factor, ready for the wire.
+at::Tensor scaled(const at::Tensor& source, const Reduction& reduction, ReductionPlan& plan) {
+  if (reduction.factor->isComplex()) {
+    const auto dtype = source.scalar_type() == c10::ScalarType::ComplexHalf
+                           ? c10::ScalarType::ComplexFloat
+                           : source.scalar_type();
+    at::Tensor values = at::empty(source.sizes(), source.options().dtype(dtype));
+    values.copy_(source).mul_(*reduction.factor);
+    plan = plan_reduction(ReduceOp::Sum, dtype, false, true);
+    return encode(values, plan, /*may_alias=*/true);
+  }
+  return encode(source, plan, /*may_alias=*/false).mul_(*reduction.factor);
+}
+
+// This rank's values on the wire; in `out` itself where that saves a copy, which `in_place` then
+// tells.
+std::pair<at::Tensor, bool> to_wire(const at::Tensor& source, const at::Tensor& out,
+                                    const Reduction& reduction, ReductionPlan& plan) {
+  const bool in_place =
+      plan.encoding == ReductionPlan::Encoding::Reinterpret && is_dense(out) && !reduction.factor;
+  if (in_place) {
+    if (!source.is_same(out)) {
+      out.copy_(source);
+    }
+    return {encode(out, plan, /*may_alias=*/true), true};
+  }
+  if (reduction.factor) {
+    return {scaled(source, reduction, plan), false};
+  }
+  return {encode(source, plan, /*may_alias=*/false), false};
+}
+
+Finish decode_later(const at::Tensor& wire, const ReductionPlan& plan, const at::Tensor& out,
+                    int64_t divisor) {
+  return [wire, plan, out, divisor] {
+    if (divisor != 1) {
+      wire.div_(divisor);
+    }
+    decode(wire, plan, out);
+  };
+}
+
+// The values a rank contributes to a reduction that happens on the receiving rank: its own dtype,
+// which is the smaller one to send, or the wire's when a factor has been applied at full precision.
+struct Contribution {
+  at::Tensor values;
+  bool encoded;
+};
+
+Contribution contribution(const at::Tensor& source, const Reduction& reduction,
+                          ReductionPlan& plan) {
+  if (reduction.factor) {
+    return {scaled(source, reduction, plan), true};
+  }
+  return {dense(source), false};
+}
+
+// Reduces the `ranks` contributions in `bytes` in rank order into `out`: the same bits whoever does
+// it.
+Finish reduce_rows_later(const at::Tensor& bytes, const Contribution& sent,
+                         const Reduction& reduction, const ReductionPlan& plan,
+                         const at::Tensor& out, int64_t ranks) {
+  const auto dtype = sent.values.scalar_type();
+  const bool encoded = sent.encoded;
+  return [bytes, dtype, encoded, reduction, plan, out, ranks] {
+    const at::Tensor rows = bytes.view(dtype).view({ranks, -1});
+    const auto wire = [&](int64_t rank, bool may_alias) {
+      return encoded ? rows[rank] : encode(rows[rank], plan, may_alias);
+    };
+    const at::Tensor sum = wire(0, true);
+    for (int64_t rank = 1; rank < ranks; ++rank) {
+      combine(sum, wire(rank, true), plan.wire_op);
+    }
+    if (reduction.op == ReduceOp::Avg) {
+      sum.div_(ranks);
+    }
+    // Encoded complex values travelled as flat pairs of reals.
+    decode(out.is_complex() && !c10::isComplexType(plan.wire_dtype) ? sum.view({-1, 2}) : sum, plan,
+           out);
+  };
+}
+
+// One rank alone: its own value, times the factor.
+void reduce_alone(const at::Tensor& source, const at::Tensor& out, const Reduction& reduction) {
+  if (reduction.factor) {
+    ReductionPlan plan = plan_reduction(ReduceOp::Sum, source.scalar_type(), false, true);
+    const at::Tensor wire = scaled(source, reduction, plan);
+    decode(wire, plan, out);
+  } else if (!source.is_same(out)) {
+    out.copy_(source);
+  }
+}
+
+int64_t count_of(c10::IntArrayRef sizes) {
+  return std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+}
+
+Started all_gather_bytes(const Channel& channel, const at::Tensor& source_bytes,
+                         const at::Tensor& out_bytes) {
+  at::Tensor in = source_bytes;
+  at::Tensor out = out_bytes;
+  WorkPtr work = channel.start([&](auto& backend) { return backend._allgather_base(out, in); });
+  return {work, channel.keep(in)};
+}
+
+Started all_to_all_bytes(const Channel& channel, const at::Tensor& source_bytes,
+                         const at::Tensor& out_bytes, std::vector<int64_t> out_splits,
+                         std::vector<int64_t> in_splits) {
+  at::Tensor in = source_bytes;
+  at::Tensor out = out_bytes;
+  WorkPtr work = channel.start(
+      [&](auto& backend) { return backend.alltoall_base(out, in, out_splits, in_splits); });
+  return {work, channel.keep(in)};
+}
+
+Started gather_and_reduce(const Channel& channel, const at::Tensor& source, const at::Tensor& out,
+                          const Reduction& reduction, ReductionPlan plan) {
+  const int64_t ranks = channel.group().size();
+  const Contribution sent = contribution(source, reduction, plan);
+  const at::Tensor in = bytes_of(sent.values);
+  const at::Tensor all = empty_bytes(ranks * in.numel(), in);
+  Started started = all_gather_bytes(channel, in, all);
+  started.finish =
+      then(std::move(started.finish), reduce_rows_later(all, sent, reduction, plan, out, ranks));
+  return started;
+}
+
+Started all_reduce(const Channel& channel, const at::Tensor& source, const at::Tensor& out,
+                   const Reduction& reduction) {
+  ReductionPlan plan = channel.plan(reduction, out.scalar_type());
+  if (plan.local_only) {
+    return gather_and_reduce(channel, source, out, reduction, plan);
+  }
+  const auto [wire, in_place] = to_wire(source, out, reduction, plan);
+  const bool divide = reduction.op == ReduceOp::Avg && !channel.has_avg(false);
+  c10d::AllreduceOptions options;
+  options.reduceOp = wire_op_of(divide ? ReduceOp::Sum : plan.wire_op);
+  Tensors tensors{wire};
+  WorkPtr work = channel.start([&](auto& backend) { return backend.allreduce(tensors, options); });
+  Finish finish;
+  if (!in_place || divide) {
+    finish = decode_later(wire, plan, out, divide ? channel.group().size() : 1);
+  }
+  return {work, std::move(finish)};
+}
+
+// `chunk_bytes`: what each rank receives of this rank's contribution, rank by rank, in bytes.
+Started exchange_and_reduce(const Channel& channel, const at::Tensor& source, const at::Tensor& out,
+                            const Reduction& reduction, c10::IntArrayRef chunk_elements) {
+  const int64_t ranks = channel.group().size();
+  ReductionPlan plan = channel.plan(reduction, out.scalar_type());
+  const Contribution sent = contribution(source, reduction, plan);
+  const at::Tensor in = bytes_of(sent.values);
+  const int64_t elements = count_of(chunk_elements);
+  const int64_t width = elements == 0 ? 0 : in.numel() / elements;
+  std::vector<int64_t> in_splits(ranks);
+  for (int64_t i = 0; i < ranks; ++i) {
+    in_splits[i] = chunk_elements[i] * width;
+  }
+  const int64_t mine = in_splits[channel.group().rank()];
+  const at::Tensor received = empty_bytes(ranks * mine, in);
+  Started started = all_to_all_bytes(channel, in, received, std::vector<int64_t>(ranks, mine),
+                                     std::move(in_splits));
+  if (mine != 0) {
+    started.finish = then(std::move(started.finish),
+                          reduce_rows_later(received, sent, reduction, plan, out, ranks));
+  }
+  return started;
+}
+
+Started reduce_scatter(const Channel& channel, const at::Tensor& source, const at::Tensor& out,
+                       const Reduction& reduction) {
+  const int64_t ranks = channel.group().size();
+  ReductionPlan plan = channel.plan(reduction, out.scalar_type());
+  if (!channel.has_reduce_scatter() || plan.local_only) {
+    return exchange_and_reduce(channel, source, out, reduction,
+                               std::vector<int64_t>(ranks, out.numel()));
+  }
+  at::Tensor in =
+      reduction.factor ? scaled(source, reduction, plan) : encode(source, plan, /*may_alias=*/true);
+  const bool divide = reduction.op == ReduceOp::Avg && !channel.has_avg(false);
+  const bool direct = plan.encoding == ReductionPlan::Encoding::Reinterpret && is_dense(out) &&
+                      out.is_complex() == source.is_complex() && !reduction.factor && !divide;
+  in = in.view({-1});
+  at::Tensor wire = direct ? encode(out, plan, /*may_alias=*/true).view({-1})
+                           : at::empty({in.numel() / ranks}, in.options());
+  c10d::ReduceScatterOptions options;
+  options.reduceOp = wire_op_of(divide ? ReduceOp::Sum : plan.wire_op);
+  WorkPtr work =
+      channel.start([&](auto& backend) { return backend._reduce_scatter_base(wire, in, options); });
+  Finish finish = channel.keep(in);
+  if (!direct) {
+    const bool pairs = out.is_complex() && !c10::isComplexType(plan.wire_dtype);
+    finish = then(std::move(finish),
+                  decode_later(pairs ? wire.view({-1, 2}) : wire, plan, out, divide ? ranks : 1));
+  }
+  return {work, std::move(finish)};
+}
+
+// The values of several tensors of one dtype, one after the other.
+at::Tensor flattened(at::TensorList tensors) {
+  int64_t count = 0;
+  for (const auto& t : tensors) {
+    count += t.numel();
+  }
+  at::Tensor flat = at::empty({count}, tensors.front().options());
+  int64_t offset = 0;
+  for (const auto& t : tensors) {
+    flat.narrow(0, offset, t.numel()).view(t.sizes()).copy_(t);
+    offset += t.numel();
+  }
+  return flat;
+}
+
+Finish unflatten_later(const at::Tensor& flat, at::TensorList outs) {
+  return [flat, outs = outs.vec()] {
+    int64_t offset = 0;
+    for (const auto& out : outs) {
+      out.copy_(flat.narrow(0, offset, out.numel()).view(out.sizes()));
+      offset += out.numel();
+    }
+  };
+}
+
+bool all_empty(at::TensorList tensors) {
+  for (const auto& t : tensors) {
+    if (t.numel() != 0) {
+      return false;
+    }
+  }
+  return true;
+}
+
+Tensors columns(const at::Tensor& matrix, at::TensorList widths_of, int64_t divisor) {
+  Tensors parts;
+  int64_t offset = 0;
+  for (const auto& t : widths_of) {
+    const int64_t width = t.numel() / divisor;
+    parts.push_back(matrix.narrow(1, offset, width));
+    offset += width;
+  }
+  return parts;
+}
+
+}  // namespace
+
+void start_all_reduce(std::string_view op, const Group& group, const at::Tensor& source,
+                      const at::Tensor& out, const Reduction& reduction) {
+  if (out.is_meta() || out.numel() == 0) {
+    return;
+  }
+  if (single_rank_shortcut(group)) {
+    reduce_alone(source, out, reduction);
+    return;
+  }
+  const Channel channel(op, group, out);
+  channel.attach(out, all_reduce(channel, source, out, reduction));
+}
+
+void start_all_reduce_coalesced(std::string_view op, const Group& group, at::TensorList sources,
+                                at::TensorList outs, const Reduction& reduction) {
+  if (outs.empty() || outs.front().is_meta() || all_empty(outs)) {
+    return;
+  }
+  if (single_rank_shortcut(group)) {
+    for (size_t i = 0; i < outs.size(); ++i) {
+      reduce_alone(sources[i], outs[i], reduction);
+    }
+    return;
+  }
+  const Channel channel(op, group, outs.front());
+  ReductionPlan plan = channel.plan(reduction, outs.front().scalar_type());
+  if (channel.has_coalesced() && !plan.local_only) {
+    Tensors wires;
+    Finish finish;
+    for (size_t i = 0; i < outs.size(); ++i) {
+      ReductionPlan own = plan;
+      const auto [wire, in_place] = to_wire(sources[i], outs[i], reduction, own);
+      wires.push_back(wire);
+      if (!in_place) {
+        finish = then(std::move(finish), decode_later(wire, own, outs[i], 1));
+      }
+    }
+    c10d::AllreduceCoalescedOptions options;
+    options.reduceOp = wire_op_of(plan.wire_op);
+    WorkPtr work =
+        channel.start([&](auto& backend) { return backend.allreduce_coalesced(wires, options); });
+    channel.attach(outs, {work, std::move(finish)});
+    return;
+  }
+  const at::Tensor flat = flattened(sources);
+  Started started = all_reduce(channel, flat, flat, reduction);
+  started.finish = then(std::move(started.finish), unflatten_later(flat, outs));
+  channel.attach(outs, std::move(started));
+}
+
+void start_reduce(std::string_view op, const Group& group, const at::Tensor& source,
+                  const at::Tensor& out, const Reduction& reduction, int64_t dst) {
+  if (out.is_meta() || out.numel() == 0) {
+    return;
+  }
+  if (single_rank_shortcut(group)) {
+    reduce_alone(source, out, reduction);
+    return;
+  }
+  const Channel channel(op, group, out);
+  const bool receives = group.rank() == dst;
+  ReductionPlan plan = channel.plan(reduction, out.scalar_type());
+  if (plan.local_only) {
+    const Contribution sent = contribution(source, reduction, plan);
+    Tensors in{bytes_of(sent.values)};
+    const at::Tensor all = receives ? empty_bytes(group.size() * in[0].numel(), in[0]) : in[0];
+    std::vector<Tensors> lists;
+    if (receives) {
+      lists.push_back(rows_of_bytes(all, group.size()));
+    }
+    c10d::GatherOptions options;
+    options.rootRank = dst;
+    WorkPtr work = channel.start([&](auto& backend) { return backend.gather(lists, in, options); });
+    Finish finish = channel.keep(in[0]);
+    if (receives) {
+      finish =
+          then(std::move(finish), reduce_rows_later(all, sent, reduction, plan, out, group.size()));
+    }
+    channel.attach(out, {work, std::move(finish)});
+    return;
+  }
+  // A backend may scribble over the buffers of the ranks that only send.
+  const auto [wire, in_place] =
+      receives ? to_wire(source, out, reduction, plan)
+               : std::pair<at::Tensor, bool>(reduction.factor
+                                                 ? scaled(source, reduction, plan)
+                                                 : encode(source, plan, /*may_alias=*/false),
+                                             false);
+  const bool divide = reduction.op == ReduceOp::Avg && !channel.has_avg(true);
+  c10d::ReduceOptions options;
+  options.reduceOp = wire_op_of(divide ? ReduceOp::Sum : plan.wire_op);
+  options.rootRank = dst;
+  Tensors tensors{wire};
+  WorkPtr work = channel.start([&](auto& backend) { return backend.reduce(tensors, options); });
+  Finish finish;
+  if (!receives) {
+    finish = channel.keep(wire);
+  } else if (!in_place || divide) {
+    finish = decode_later(wire, plan, out, divide ? group.size() : 1);
+  }
+  channel.attach(out, {work, std::move(finish)});
+}
+
+void start_all_gather(std::string_view op, const Group& group, const at::Tensor& source,
+                      const at::Tensor& out) {
+  if (out.is_meta() || out.numel() == 0) {
+    return;
+  }
+  if (single_rank_shortcut(group)) {
+    out.copy_(source.reshape(out.sizes()));
+    return;
+  }
+  const Channel channel(op, group, out);
+  auto [buffer, finish] = landing(out);
+  Started started = all_gather_bytes(channel, bytes_of(dense(source)), bytes_of(buffer));
+  started.finish = then(std::move(started.finish), std::move(finish));
+  channel.attach(out, std::move(started));
+}
+
+void start_all_gather_coalesced(std::string_view op, const Group& group, at::TensorList sources,
+                                at::TensorList outs) {
+  if (outs.empty() || outs.front().is_meta() || all_empty(outs)) {
+    return;
+  }
+  if (single_rank_shortcut(group)) {
+    for (size_t i = 0; i < outs.size(); ++i) {
+      outs[i].copy_(sources[i].reshape(outs[i].sizes()));
+    }
+    return;
+  }
+  const Channel channel(op, group, outs.front());
+  if (channel.has_coalesced()) {
+    Tensors ins;
+    Tensors buffers;
+    Finish finish;
+    for (size_t i = 0; i < outs.size(); ++i) {
+      if (outs[i].numel() == 0) {
+        continue;
+      }
+      ins.push_back(bytes_of(dense(sources[i])));
+      auto [buffer, copy] = landing(outs[i]);
+      buffers.push_back(bytes_of(buffer));
+      finish = then(std::move(finish), std::move(copy));
+    }
+    WorkPtr work = channel.start(
+        [&](auto& backend) { return backend.allgather_into_tensor_coalesced(buffers, ins); });
+    channel.attach(outs, {work, std::move(finish)});
+    return;
+  }
+  const at::Tensor flat = flattened(sources);
+  const at::Tensor all = at::empty({group.size(), flat.numel()}, flat.options());
+  Started started = all_gather_bytes(channel, bytes_of(flat), bytes_of(all));
+  started.finish = then(std::move(started.finish), [all, outs = outs.vec(), ranks = group.size()] {
+    const Tensors parts = columns(all, outs, ranks);
+    for (size_t i = 0; i < outs.size(); ++i) {
+      outs[i].view({ranks, -1}).copy_(parts[i]);
+    }
+  });
+  channel.attach(outs, std::move(started));
+}
+
+void start_all_gather_uneven(std::string_view op, const Group& group, const at::Tensor& source,
+                             const at::Tensor& out, c10::IntArrayRef sizes) {
+  if (out.is_meta() || out.numel() == 0) {
+    return;
+  }
+  if (single_rank_shortcut(group)) {
+    out.copy_(source);
+    return;
+  }
+  const Channel channel(op, group, out);
+  auto [buffer, finish] = landing(out);
+  const at::Tensor in = bytes_of(dense(source));
+  const at::Tensor all = bytes_of(buffer);
+  const int64_t width = all.numel() / count_of(sizes);
+  std::vector<int64_t> splits(sizes.begin(), sizes.end());
+  for (auto& split : splits) {
+    split *= width;
+  }
+  Started started;
+  if (channel.has_uneven_lists()) {
+    std::vector<Tensors> lists{all.split_with_sizes(splits)};
+    Tensors ins{in};
+    started.work = channel.start([&](auto& backend) { return backend.allgather(lists, ins); });
+    started.finish = channel.keep(in);
+  } else {
+    // Everyone sends its rows to everyone: exactly the bytes needed on the wire, no padding.
+    const at::Tensor copies = in.repeat({group.size()});
+    started = all_to_all_bytes(channel, copies, all, splits,
+                               std::vector<int64_t>(group.size(), in.numel()));
+  }
+  started.finish = then(std::move(started.finish), std::move(finish));
+  channel.attach(out, std::move(started));
+}
+
+void start_reduce_scatter(std::string_view op, const Group& group, const at::Tensor& source,
+                          const at::Tensor& out, const Reduction& reduction) {
+  if (out.is_meta() || out.numel() == 0) {
+    return;
+  }
+  if (single_rank_shortcut(group)) {
+    reduce_alone(source.reshape(out.sizes()), out, reduction);
+    return;
+  }
+  const Channel channel(op, group, out);
+  channel.attach(out, reduce_scatter(channel, source, out, reduction));
+}
+
+void start_reduce_scatter_coalesced(std::string_view op, const Group& group, at::TensorList sources,
+                                    at::TensorList outs, const Reduction& reduction) {
+  if (outs.empty() || outs.front().is_meta() || all_empty(outs)) {
+    return;
+  }
+  if (single_rank_shortcut(group)) {
+    for (size_t i = 0; i < outs.size(); ++i) {
+      reduce_alone(sources[i].reshape(outs[i].sizes()), outs[i], reduction);
+    }
+    return;
+  }
+  const Channel channel(op, group, outs.front());
+  // Row i: what rank i receives of every tensor. One exchange whatever the number of tensors.
+  int64_t width = 0;
+  for (const auto& out : outs) {
+    width += out.numel();
+  }
+  const at::Tensor flat = at::empty({group.size(), width}, sources.front().options());
+  const Tensors parts = columns(flat, outs, 1);
+  for (size_t i = 0; i < sources.size(); ++i) {
+    parts[i].copy_(dense(sources[i]).view({group.size(), -1}));
+  }
+  const at::Tensor reduced = at::empty({width}, flat.options());
+  Started started = reduce_scatter(channel, flat, reduced, reduction);
+  started.finish = then(std::move(started.finish), unflatten_later(reduced, outs));
+  channel.attach(outs, std::move(started));
+}
+
+void start_reduce_scatter_uneven(std::string_view op, const Group& group, const at::Tensor& source,
+                                 const at::Tensor& out, const Reduction& reduction,
+                                 c10::IntArrayRef sizes) {
+  if (source.is_meta() || source.numel() == 0) {
+    return;
+  }
+  if (single_rank_shortcut(group)) {
+    reduce_alone(source, out, reduction);
+    return;
+  }
+  const Channel channel(op, group, out);
+  const int64_t row = source.numel() / count_of(sizes);
+  std::vector<int64_t> elements(sizes.begin(), sizes.end());
+  for (auto& count : elements) {
+    count *= row;
+  }
+  channel.attach(out, exchange_and_reduce(channel, source, out, reduction, elements));
+}
+
+void start_all_to_all(std::string_view op, const Group& group, const at::Tensor& source,
+                      const at::Tensor& out, c10::IntArrayRef output_splits,
+                      c10::IntArrayRef input_splits) {
+  if (source.is_meta()) {
+    return;
+  }
+  int64_t width = source.element_size();
+  for (int64_t dim = 1; dim < source.dim(); ++dim) {
+    width *= source.size(dim);
+  }
+  if (width == 0) {
+    return;
+  }
+  if (single_rank_shortcut(group)) {
+    out.copy_(source.reshape(out.sizes()));
+    return;
+  }
+  const Channel channel(op, group, out);
+  auto [buffer, finish] = landing(out);
+  std::vector<int64_t> out_splits(output_splits.begin(), output_splits.end());
+  std::vector<int64_t> in_splits(input_splits.begin(), input_splits.end());
+  for (auto* splits : {&out_splits, &in_splits}) {
+    for (auto& split : *splits) {
+      split *= width;
+    }
+  }
+  Started started = all_to_all_bytes(channel, bytes_of(dense(source)), bytes_of(buffer),
+                                     std::move(out_splits), std::move(in_splits));
+  started.finish = then(std::move(started.finish), std::move(finish));
+  channel.attach(out, std::move(started));
+}
+
+void start_broadcast(std::string_view op, const Group& group, const at::Tensor& source,
+                     const at::Tensor& out, int64_t src) {
+  if (out.is_meta() || out.numel() == 0) {
+    return;
+  }
+  if (single_rank_shortcut(group)) {
+    if (!source.is_same(out)) {
+      out.copy_(source);
+    }
+    return;
+  }
+  const Channel channel(op, group, out);
+  auto [buffer, finish] = landing(out);
+  if (group.rank() == src && !source.is_same(buffer)) {
+    buffer.copy_(source);
+  }
+  c10d::BroadcastOptions options;
+  options.rootRank = src;
+  Tensors tensors{bytes_of(buffer)};
+  WorkPtr work = channel.start([&](auto& backend) { return backend.broadcast(tensors, options); });
+  channel.attach(out, {work, std::move(finish)});
+}
+
+void start_broadcast_coalesced(std::string_view op, const Group& group, at::TensorList sources,
+                               at::TensorList outs, int64_t src) {
+  if (outs.empty() || outs.front().is_meta() || all_empty(outs)) {
+    return;
+  }
+  if (single_rank_shortcut(group)) {
+    for (size_t i = 0; i < outs.size(); ++i) {
+      if (!sources[i].is_same(outs[i])) {
+        outs[i].copy_(sources[i]);
+      }
+    }
+    return;
+  }
+  const Channel channel(op, group, outs.front());
+  at::Tensor flat = flattened(sources);
+  c10d::BroadcastOptions options;
+  options.rootRank = src;
+  Tensors tensors{bytes_of(flat)};
+  WorkPtr work = channel.start([&](auto& backend) { return backend.broadcast(tensors, options); });
+  channel.attach(outs, {work, unflatten_later(flat, outs)});
+}
+
+void start_gather(std::string_view op, const Group& group, const at::Tensor& source,
+                  const at::Tensor& out, int64_t dst) {
+  if (source.is_meta() || source.numel() == 0) {
+    return;
+  }
+  if (single_rank_shortcut(group)) {
+    out.copy_(source.reshape(out.sizes()));
+    return;
+  }
+  const Channel channel(op, group, source);
+  Tensors in{bytes_of(dense(source))};
+  std::vector<Tensors> lists;
+  Finish finish = channel.keep(in[0]);
+  if (group.rank() == dst) {
+    auto [buffer, copy] = landing(out);
+    lists.push_back(rows_of_bytes(buffer, group.size()));
+    finish = then(std::move(finish), std::move(copy));
+  }
+  c10d::GatherOptions options;
+  options.rootRank = dst;
+  WorkPtr work = channel.start([&](auto& backend) { return backend.gather(lists, in, options); });
+  channel.attach(out, {work, std::move(finish)});
+}
+
+void start_scatter(std::string_view op, const Group& group, const at::Tensor& source,
+                   const at::Tensor& out, int64_t src) {
+  if (out.is_meta() || out.numel() == 0) {
+    return;
+  }
+  if (single_rank_shortcut(group)) {
+    out.copy_(source.reshape(out.sizes()));
+    return;
+  }
+  const Channel channel(op, group, out);
+  auto [buffer, finish] = landing(out);
+  Tensors received{bytes_of(buffer)};
+  std::vector<Tensors> lists;
+  if (group.rank() == src) {
+    const at::Tensor in = dense(source);
+    lists.push_back(rows_of_bytes(in, group.size()));
+    finish = then(channel.keep(in), std::move(finish));
+  }
+  c10d::ScatterOptions options;
+  options.rootRank = src;
+  WorkPtr work =
+      channel.start([&](auto& backend) { return backend.scatter(received, lists, options); });
+  channel.attach(out, {work, std::move(finish)});
+}
+
+}  // namespace c10d_ext

@@ -1,0 +1,47 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "core/group.h"
+
+namespace c10d {
+class Work;
+}
+
+namespace c10d_ext {
+
+// What remains to be done on this rank once the data is there (convert, scatter into strides,
+// reduce what was gathered). Runs once, below autograd: on the thread that completes a CPU
+// collective, and on the waiting thread's current stream for a CUDA one.
+using Finish = std::function<void()>;
+
+// Attaches a started collective to the storages it writes, so that wait_tensor (ours and torch's)
+// finds it. A work that is complete already is finished on the spot and leaves nothing behind.
+//
+// Invariants, the reason this wraps c10d's registry instead of using it bare:
+//  * found from any thread: c10d keeps one table per thread, a wait on another thread would not
+//  wait;
+//  * never waited for = nothing kept: a completed work lets go of its tensors at once and of its
+//  entry
+//    at the latest when 64 more were started on its thread;
+//  * `finish` has run exactly once before any wait returns.
+void attach(std::string_view op, const Group& group, at::TensorList outputs,
+            const c10::intrusive_ptr<c10d::Work>& work, Finish finish, bool has_future);
+
+// Waits for every collective that writes `t`'s storage. Blocks on CPU, orders streams on CUDA.
+void wait(const at::Tensor& t);
+
+// Whether a collective of ours still writes `t`'s storage.
+bool is_pending(const at::Tensor& t);
+
+// The newest work that writes `t`'s storage, or null.
+c10::intrusive_ptr<c10d::Work> work_of(const at::Tensor& t);
+
+// Works attached and neither completed nor waited for.
+size_t pending_count();
+
+}  // namespace c10d_ext

@@ -1,0 +1,85 @@
+// all_gather: every rank gets all ranks' rows, of which each rank may have another number.
+
+#include "core/op.h"
+
+namespace c10d_ext {
+namespace {
+
+// Kernels: CPU, CUDA and Meta.
+
+at::Tensor all_gather(const at::Tensor& input, c10::SymIntArrayRef sizes, string_view group_name) {
+  constexpr string_view op = "all_gather";
+  const Group group = resolve_group(op, group_name);
+  check_strided(op, group, "input", input);
+  check_has_rows(op, group, input);
+  check_sizes(op, group, "sizes", sizes);
+  C10D_EXT_CHECK_VALUE(input.sym_size(0).sym_eq(sizes[group.rank()]), op, group,
+                       "input's dim 0 must be this rank's size, ", sizes[group.rank()], ", got ",
+                       input.sym_size(0));
+  at::Tensor out = empty_of(with_rows(input, sum_of(sizes)), input);
+  start_all_gather_uneven(op, group, input, out, concrete(input, sizes));
+  return out;
+}
+
+C10D_EXT_HANDLE(all_gather, "all_gather")
+
+// Derivatives: the adjoint sums what all ranks say of this rank's rows.
+
+at::Tensor all_gather_autograd(c10::DispatchKeySet keys, const at::Tensor& input,
+                               c10::SymIntArrayRef sizes, string_view group_name) {
+  return differentiable(
+      input,
+      [&] {
+        return all_gather_handle().redispatch(below_autograd(keys), input, sizes, group_name);
+      },
+      [&] {
+        Derivative d{"AllGatherBackward"};
+        d.adjoint = [sizes = sizes.vec(), name = std::string(group_name)](const Tensors& grads,
+                                                                          const Tensors&) {
+          const Reduction sum{ReduceOp::Sum, std::nullopt};
+          return Tensors{call::reduce_scatter(grads[0], sum, sizes, name)};
+        };
+        d.tangent = [sizes = sizes.vec(), name = std::string(group_name)](const Tensors& tangents) {
+          return Tensors{call::all_gather(tangents[0], sizes, name)};
+        };
+        return d;
+      });
+}
+
+void register_kernels(torch::Library& m) {
+  m.impl("all_gather", all_gather);
+}
+
+constexpr auto kNames = {"all_gather"};
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(c10d_ext, m) {
+  m.def("all_gather(Tensor input, SymInt[] sizes, str group_name) -> Tensor", schema_tags());
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, CPU, m) {
+  register_kernels(m);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, CUDA, m) {
+  register_kernels(m);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Meta, m) {
+  register_kernels(m);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Autograd, m) {
+  m.impl("all_gather", all_gather_autograd);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Conjugate, m) {
+  keep_lazy_bits(m, kNames);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Negative, m) {
+  keep_lazy_bits(m, kNames);
+}
+
+}  // namespace c10d_ext

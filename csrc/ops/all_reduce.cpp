@@ -1,0 +1,278 @@
+// all_reduce: every rank gets the reduction of all ranks' inputs.
+
+#include "core/op.h"
+
+namespace c10d_ext {
+namespace {
+
+// Kernels: CPU, CUDA and Meta.
+
+at::Tensor all_reduce(const at::Tensor& input, string_view reduce_op, string_view group_name,
+                      const Factor& factor) {
+  constexpr string_view op = "all_reduce";
+  const Group group = resolve_group(op, group_name);
+  check_strided(op, group, "input", input);
+  const Reduction reduction = parse_reduction(op, group, reduce_op, factor, input.scalar_type());
+  at::Tensor out = empty_of_shape(input);
+  start_all_reduce(op, group, input, out, reduction);
+  return out;
+}
+
+at::Tensor& all_reduce_(at::Tensor& input, string_view reduce_op, string_view group_name,
+                        const Factor& factor) {
+  constexpr string_view op = "all_reduce_";
+  const Group group = resolve_group(op, group_name);
+  check_strided(op, group, "input", input);
+  const Reduction reduction = parse_reduction(op, group, reduce_op, factor, input.scalar_type());
+  start_all_reduce(op, group, input, input, reduction);
+  return input;
+}
+
+at::Tensor& all_reduce_out(const at::Tensor& input, string_view reduce_op, string_view group_name,
+                           const Factor& factor, at::Tensor& out) {
+  constexpr string_view op = "all_reduce_out";
+  const Group group = resolve_group(op, group_name);
+  check_strided(op, group, "input", input);
+  check_same_kind(op, group, out, input);
+  C10D_EXT_CHECK_VALUE(same_sizes(out.sym_sizes(), input.sym_sizes()), op, group,
+                       "out must have input's shape ", input.sym_sizes(), ", got ",
+                       out.sym_sizes());
+  const Reduction reduction = parse_reduction(op, group, reduce_op, factor, input.scalar_type());
+  start_all_reduce(op, group, input, out, reduction);
+  return out;
+}
+
+Tensors all_reduce_coalesced(at::TensorList inputs, string_view reduce_op, string_view group_name,
+                             const Factor& factor) {
+  constexpr string_view op = "all_reduce_coalesced";
+  const Group group = resolve_group(op, group_name);
+  check_list(op, group, inputs);
+  const Reduction reduction =
+      parse_reduction(op, group, reduce_op, factor, inputs[0].scalar_type());
+  Tensors outs = empty_of_shapes(inputs);
+  start_all_reduce_coalesced(op, group, inputs, outs, reduction);
+  return outs;
+}
+
+Tensors all_reduce_coalesced_(at::TensorList inputs, string_view reduce_op, string_view group_name,
+                              const Factor& factor) {
+  constexpr string_view op = "all_reduce_coalesced_";
+  const Group group = resolve_group(op, group_name);
+  check_list(op, group, inputs);
+  const Reduction reduction =
+      parse_reduction(op, group, reduce_op, factor, inputs[0].scalar_type());
+  start_all_reduce_coalesced(op, group, inputs, inputs, reduction);
+  return inputs.vec();
+}
+
+C10D_EXT_HANDLE(all_reduce, "all_reduce")
+C10D_EXT_HANDLE(all_reduce_, "all_reduce_")
+C10D_EXT_HANDLE(all_reduce_out, "all_reduce_out")
+C10D_EXT_HANDLE(all_reduce_coalesced, "all_reduce_coalesced")
+C10D_EXT_HANDLE(all_reduce_coalesced_, "all_reduce_coalesced_")
+
+// Derivatives: y = op over ranks of x. The gradients of all ranks' y are summed, then pulled back.
+
+Derivative derivative(string_view op, string_view reduce_op, string_view group_name,
+                      const Factor& factor, c10::ScalarType dtype) {
+  const Group group = resolve_group(op, group_name);
+  const Reduction reduction = parse_reduction(op, group, reduce_op, factor, dtype);
+  Derivative d{"AllReduceBackward"};
+  d.adjoint = [reduction, name = group.name(), rank = group.rank(), size = group.size()](
+                  const Tensors& grads, const Tensors& saved) -> Tensors {
+    if (reduction.op == ReduceOp::Avg) {
+      return call::all_reduce_coalesced(grads, reduction, name);
+    }
+    const Reduction sum{ReduceOp::Sum, std::nullopt};
+    const Tensors totals = grads.size() == 1 ? Tensors{call::all_reduce(grads[0], sum, name)}
+                                             : call::all_reduce_coalesced(grads, sum, name);
+    Tensors results;
+    for (size_t i = 0; i < totals.size(); ++i) {
+      results.push_back(pull_back(
+          reduction, totals[i], saved.empty() ? at::Tensor() : saved[i],
+          [&] { return saved[totals.size() + i]; }, name, rank, size));
+    }
+    return results;
+  };
+  if (reduction.is_linear()) {
+    d.tangent = [reduction, name = group.name()](const Tensors& tangents) {
+      return call::all_reduce_coalesced(tangents, reduction, name);
+    };
+  } else {
+    d.save = true;
+  }
+  return d;
+}
+
+at::Tensor all_reduce_autograd(c10::DispatchKeySet keys, const at::Tensor& input,
+                               string_view reduce_op, string_view group_name,
+                               const Factor& factor) {
+  return differentiable(
+      input,
+      [&] {
+        return all_reduce_handle().redispatch(below_autograd(keys), input, reduce_op, group_name,
+                                              factor);
+      },
+      [&] { return derivative("all_reduce", reduce_op, group_name, factor, input.scalar_type()); });
+}
+
+Derivative in_place_derivative(string_view op, string_view reduce_op, string_view group_name,
+                               const Factor& factor, c10::ScalarType dtype) {
+  Derivative d = derivative(op, reduce_op, group_name, factor, dtype);
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !d.save, op, ": the gradient of '", reduce_op,
+      "' needs the input that an in-place op overwrites; use the functional op");
+  return d;
+}
+
+at::Tensor& all_reduce__autograd(c10::DispatchKeySet keys, at::Tensor& input, string_view reduce_op,
+                                 string_view group_name, const Factor& factor) {
+  differentiable_in_place(
+      "all_reduce_", input,
+      [&] {
+        all_reduce__handle().redispatch(below_autograd(keys), input, reduce_op, group_name, factor);
+      },
+      [&] {
+        return in_place_derivative("all_reduce_", reduce_op, group_name, factor,
+                                   input.scalar_type());
+      });
+  return input;
+}
+
+at::Tensor& all_reduce_out_autograd(c10::DispatchKeySet keys, const at::Tensor& input,
+                                    string_view reduce_op, string_view group_name,
+                                    const Factor& factor, at::Tensor& out) {
+  forward_out("all_reduce_out", input, out, [&] {
+    all_reduce_out_handle().redispatch(below_autograd(keys), input, reduce_op, group_name, factor,
+                                       out);
+  });
+  return out;
+}
+
+Tensors all_reduce_coalesced_autograd(c10::DispatchKeySet keys, at::TensorList inputs,
+                                      string_view reduce_op, string_view group_name,
+                                      const Factor& factor) {
+  return differentiable(
+      inputs,
+      [&] {
+        return all_reduce_coalesced_handle().redispatch(below_autograd(keys), inputs, reduce_op,
+                                                        group_name, factor);
+      },
+      [&] {
+        return derivative("all_reduce_coalesced", reduce_op, group_name, factor,
+                          inputs[0].scalar_type());
+      });
+}
+
+Tensors all_reduce_coalesced__autograd(c10::DispatchKeySet keys, at::TensorList inputs,
+                                       string_view reduce_op, string_view group_name,
+                                       const Factor& factor) {
+  differentiable_in_place(
+      "all_reduce_coalesced_", inputs,
+      [&] {
+        all_reduce_coalesced__handle().redispatch(below_autograd(keys), inputs, reduce_op,
+                                                  group_name, factor);
+      },
+      [&] {
+        return in_place_derivative("all_reduce_coalesced_", reduce_op, group_name, factor,
+                                   inputs[0].scalar_type());
+      });
+  return inputs.vec();
+}
+
+// Functionalization.
+
+at::Tensor& all_reduce__functionalize(at::Tensor& input, string_view reduce_op,
+                                      string_view group_name, const Factor& factor) {
+  const at::Tensor value = functional_value(input);
+  at::AutoDispatchSkipFunctionalize below_functionalize;
+  replace_value(input, traced_wait(all_reduce_handle().call(value, reduce_op, group_name, factor)));
+  return input;
+}
+
+at::Tensor& all_reduce_out_functionalize(const at::Tensor& input, string_view reduce_op,
+                                         string_view group_name, const Factor& factor,
+                                         at::Tensor& out) {
+  const at::Tensor value = functional_value(input);
+  at::AutoDispatchSkipFunctionalize below_functionalize;
+  replace_value(out, traced_wait(all_reduce_handle().call(value, reduce_op, group_name, factor)));
+  return out;
+}
+
+Tensors all_reduce_coalesced__functionalize(at::TensorList inputs, string_view reduce_op,
+                                            string_view group_name, const Factor& factor) {
+  const Tensors values = functional_values(inputs);
+  at::AutoDispatchSkipFunctionalize below_functionalize;
+  replace_values(inputs, all_reduce_coalesced_handle().call(values, reduce_op, group_name, factor));
+  return inputs.vec();
+}
+
+void register_kernels(torch::Library& m) {
+  m.impl("all_reduce", all_reduce);
+  m.impl("all_reduce_", all_reduce_);
+  m.impl("all_reduce_out", all_reduce_out);
+  m.impl("all_reduce_coalesced", all_reduce_coalesced);
+  m.impl("all_reduce_coalesced_", all_reduce_coalesced_);
+}
+
+constexpr auto kNames = {"all_reduce", "all_reduce_", "all_reduce_out", "all_reduce_coalesced",
+                         "all_reduce_coalesced_"};
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(c10d_ext, m) {
+  m.def("all_reduce(Tensor input, str reduce_op, str group_name, *, Scalar? factor=None) -> Tensor",
+        schema_tags());
+  m.def(
+      "all_reduce_(Tensor(a!) input, str reduce_op, str group_name, *, Scalar? factor=None) -> "
+      "Tensor(a!)",
+      schema_tags());
+  m.def(
+      "all_reduce_out(Tensor input, str reduce_op, str group_name, *, Scalar? factor=None, "
+      "Tensor(a!) out) -> Tensor(a!)",
+      schema_tags());
+  m.def(
+      "all_reduce_coalesced(Tensor[] inputs, str reduce_op, str group_name, *, Scalar? "
+      "factor=None) -> Tensor[]",
+      schema_tags());
+  m.def(
+      "all_reduce_coalesced_(Tensor[](a!) inputs, str reduce_op, str group_name, *, Scalar? "
+      "factor=None) -> Tensor[](a!)",
+      schema_tags());
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, CPU, m) {
+  register_kernels(m);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, CUDA, m) {
+  register_kernels(m);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Meta, m) {
+  register_kernels(m);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Autograd, m) {
+  m.impl("all_reduce", all_reduce_autograd);
+  m.impl("all_reduce_", all_reduce__autograd);
+  m.impl("all_reduce_out", all_reduce_out_autograd);
+  m.impl("all_reduce_coalesced", all_reduce_coalesced_autograd);
+  m.impl("all_reduce_coalesced_", all_reduce_coalesced__autograd);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Functionalize, m) {
+  m.impl("all_reduce_", all_reduce__functionalize);
+  m.impl("all_reduce_out", all_reduce_out_functionalize);
+  m.impl("all_reduce_coalesced_", all_reduce_coalesced__functionalize);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Conjugate, m) {
+  keep_lazy_bits(m, kNames);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Negative, m) {
+  keep_lazy_bits(m, kNames);
+}
+
+}  // namespace c10d_ext

@@ -1,0 +1,105 @@
+// permute_tensor: rank m's input goes to rank src_dst[m].
+
+#include "core/op.h"
+
+namespace c10d_ext {
+namespace {
+
+// dst -> src, or an error where src_dst is no permutation of the ranks.
+std::vector<int64_t> inverse_of(string_view op, const Group& group, at::IntArrayRef src_dst) {
+  std::vector<int64_t> inverse(group.size(), -1);
+  bool permutes = static_cast<int64_t>(src_dst.size()) == group.size();
+  for (size_t src = 0; permutes && src < src_dst.size(); ++src) {
+    const int64_t dst = src_dst[src];
+    permutes = dst >= 0 && dst < group.size() && inverse[dst] == -1;
+    if (permutes) {
+      inverse[dst] = static_cast<int64_t>(src);
+    }
+  }
+  C10D_EXT_CHECK_VALUE(permutes, op, group, "src_dst must be a permutation of the ranks 0 to ",
+                       group.size() - 1, ", got ", src_dst);
+  return inverse;
+}
+
+// Kernels: CPU, CUDA and Meta.
+
+at::Tensor permute_tensor(const at::Tensor& input, at::IntArrayRef src_dst,
+                          string_view group_name) {
+  constexpr string_view op = "permute_tensor";
+  const Group group = resolve_group(op, group_name);
+  check_strided(op, group, "input", input);
+  const std::vector<int64_t> inverse = inverse_of(op, group, src_dst);
+  at::Tensor out = empty_of_shape(input);
+  if (!input.is_meta() && input.numel() != 0) {
+    std::vector<int64_t> sends(group.size(), 0);
+    std::vector<int64_t> receives(group.size(), 0);
+    sends[src_dst[group.rank()]] = 1;
+    receives[inverse[group.rank()]] = 1;
+    // One row that is the whole tensor.
+    start_all_to_all(op, group, input.unsqueeze(0), out.unsqueeze(0), receives, sends);
+  }
+  return out;
+}
+
+C10D_EXT_HANDLE(permute_tensor, "permute_tensor")
+
+// Derivatives: gradients take the way back.
+
+at::Tensor permute_tensor_autograd(c10::DispatchKeySet keys, const at::Tensor& input,
+                                   at::IntArrayRef src_dst, string_view group_name) {
+  return differentiable(
+      input,
+      [&] {
+        return permute_tensor_handle().redispatch(below_autograd(keys), input, src_dst, group_name);
+      },
+      [&] {
+        const Group group = resolve_group("permute_tensor", group_name);
+        Derivative d{"PermuteTensorBackward"};
+        d.adjoint = [inverse = inverse_of("permute_tensor", group, src_dst), name = group.name()](
+                        const Tensors& grads, const Tensors&) {
+          return Tensors{call::permute_tensor(grads[0], inverse, name)};
+        };
+        d.tangent = [src_dst = src_dst.vec(), name = group.name()](const Tensors& tangents) {
+          return Tensors{call::permute_tensor(tangents[0], src_dst, name)};
+        };
+        return d;
+      });
+}
+
+void register_kernels(torch::Library& m) {
+  m.impl("permute_tensor", permute_tensor);
+}
+
+constexpr auto kNames = {"permute_tensor"};
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(c10d_ext, m) {
+  m.def("permute_tensor(Tensor input, int[] src_dst, str group_name) -> Tensor", schema_tags());
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, CPU, m) {
+  register_kernels(m);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, CUDA, m) {
+  register_kernels(m);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Meta, m) {
+  register_kernels(m);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Autograd, m) {
+  m.impl("permute_tensor", permute_tensor_autograd);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Conjugate, m) {
+  keep_lazy_bits(m, kNames);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Negative, m) {
+  keep_lazy_bits(m, kNames);
+}
+
+}  // namespace c10d_ext

@@ -1,0 +1,162 @@
+// reduce: rank dst gets the reduction of all ranks' inputs, the others get zeros (reduce_: keep
+// theirs).
+
+#include "core/op.h"
+
+namespace c10d_ext {
+namespace {
+
+// Kernels: CPU, CUDA and Meta.
+
+at::Tensor reduce(const at::Tensor& input, string_view reduce_op, int64_t dst,
+                  string_view group_name, const Factor& factor) {
+  constexpr string_view op = "reduce";
+  const Group group = resolve_group(op, group_name);
+  check_strided(op, group, "input", input);
+  check_rank(op, group, "dst", dst);
+  const Reduction reduction = parse_reduction(op, group, reduce_op, factor, input.scalar_type());
+  at::Tensor out = empty_of_shape(input);
+  if (group.rank() != dst && !out.is_meta()) {
+    out.zero_();
+  }
+  start_reduce(op, group, input, out, reduction, dst);
+  return out;
+}
+
+at::Tensor& reduce_(at::Tensor& input, string_view reduce_op, int64_t dst, string_view group_name,
+                    const Factor& factor) {
+  constexpr string_view op = "reduce_";
+  const Group group = resolve_group(op, group_name);
+  check_strided(op, group, "input", input);
+  check_rank(op, group, "dst", dst);
+  const Reduction reduction = parse_reduction(op, group, reduce_op, factor, input.scalar_type());
+  start_reduce(op, group, input, input, reduction, dst);
+  return input;
+}
+
+C10D_EXT_HANDLE(reduce, "reduce")
+C10D_EXT_HANDLE(reduce_, "reduce_")
+
+// Derivatives: what dst was told about the result goes to every rank.
+
+Derivative derivative(string_view op, string_view reduce_op, int64_t dst, string_view group_name,
+                      const Factor& factor, c10::ScalarType dtype, bool in_place) {
+  const Group group = resolve_group(op, group_name);
+  const Reduction reduction = parse_reduction(op, group, reduce_op, factor, dtype);
+  const bool kept = in_place && group.rank() != dst;
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      reduction.is_linear() || !in_place, op, ": the gradient of '", reduce_op,
+      "' needs the input that an in-place op overwrites; use the functional op");
+  Derivative d{"ReduceBackward"};
+  d.adjoint = [reduction, dst, kept, name = group.name(), rank = group.rank(), size = group.size()](
+                  const Tensors& grads, const Tensors& saved) {
+    at::Tensor grad = pull_back(
+        reduction, call::broadcast(grads[0], dst, name), saved.empty() ? at::Tensor() : saved[0],
+        [&] { return call::broadcast(saved[1], dst, name); }, name, rank, size);
+    // reduce_ leaves the tensor of the other ranks as it is: the identity for them.
+    return Tensors{kept ? grad.add(grads[0]) : grad};
+  };
+  if (reduction.is_linear()) {
+    d.tangent = [reduction, dst, name = group.name()](const Tensors& tangents) {
+      return Tensors{call::reduce(tangents[0], reduction, dst, name)};
+    };
+  } else {
+    d.save = true;
+  }
+  return d;
+}
+
+at::Tensor reduce_autograd(c10::DispatchKeySet keys, const at::Tensor& input, string_view reduce_op,
+                           int64_t dst, string_view group_name, const Factor& factor) {
+  return differentiable(
+      input,
+      [&] {
+        return reduce_handle().redispatch(below_autograd(keys), input, reduce_op, dst, group_name,
+                                          factor);
+      },
+      [&] {
+        return derivative("reduce", reduce_op, dst, group_name, factor, input.scalar_type(),
+                          /*in_place=*/false);
+      });
+}
+
+at::Tensor& reduce__autograd(c10::DispatchKeySet keys, at::Tensor& input, string_view reduce_op,
+                             int64_t dst, string_view group_name, const Factor& factor) {
+  differentiable_in_place(
+      "reduce_", input,
+      [&] {
+        reduce__handle().redispatch(below_autograd(keys), input, reduce_op, dst, group_name,
+                                    factor);
+      },
+      [&] {
+        return derivative("reduce_", reduce_op, dst, group_name, factor, input.scalar_type(),
+                          /*in_place=*/true);
+      });
+  return input;
+}
+
+// Functionalization.
+
+at::Tensor& reduce__functionalize(at::Tensor& input, string_view reduce_op, int64_t dst,
+                                  string_view group_name, const Factor& factor) {
+  const Group group = resolve_group("reduce_", group_name);
+  const at::Tensor value = functional_value(input);
+  at::AutoDispatchSkipFunctionalize below_functionalize;
+  const at::Tensor reduced =
+      traced_wait(reduce_handle().call(value, reduce_op, dst, group_name, factor));
+  if (group.rank() == dst) {
+    replace_value(input, reduced);
+  }
+  return input;
+}
+
+void register_kernels(torch::Library& m) {
+  m.impl("reduce", reduce);
+  m.impl("reduce_", reduce_);
+}
+
+constexpr auto kNames = {"reduce", "reduce_"};
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(c10d_ext, m) {
+  m.def(
+      "reduce(Tensor input, str reduce_op, int dst, str group_name, *, Scalar? factor=None) -> "
+      "Tensor",
+      schema_tags());
+  m.def(
+      "reduce_(Tensor(a!) input, str reduce_op, int dst, str group_name, *, Scalar? factor=None) "
+      "-> Tensor(a!)",
+      schema_tags());
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, CPU, m) {
+  register_kernels(m);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, CUDA, m) {
+  register_kernels(m);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Meta, m) {
+  register_kernels(m);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Autograd, m) {
+  m.impl("reduce", reduce_autograd);
+  m.impl("reduce_", reduce__autograd);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Functionalize, m) {
+  m.impl("reduce_", reduce__functionalize);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Conjugate, m) {
+  keep_lazy_bits(m, kNames);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Negative, m) {
+  keep_lazy_bits(m, kNames);
+}
+
+}  // namespace c10d_ext

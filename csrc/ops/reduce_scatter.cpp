@@ -1,0 +1,101 @@
+// reduce_scatter: rank r gets sizes[r] rows of the reduction of all ranks' inputs.
+
+#include "core/op.h"
+
+namespace c10d_ext {
+namespace {
+
+// Kernels: CPU, CUDA and Meta.
+
+at::Tensor reduce_scatter(const at::Tensor& input, string_view reduce_op, c10::SymIntArrayRef sizes,
+                          string_view group_name, const Factor& factor) {
+  constexpr string_view op = "reduce_scatter";
+  const Group group = resolve_group(op, group_name);
+  check_strided(op, group, "input", input);
+  check_has_rows(op, group, input);
+  check_sizes(op, group, "sizes", sizes);
+  C10D_EXT_CHECK_VALUE(input.sym_size(0).sym_eq(sum_of(sizes)), op, group,
+                       "sizes must sum to input's dim 0, ", input.sym_size(0), ", got ", sizes);
+  const Reduction reduction = parse_reduction(op, group, reduce_op, factor, input.scalar_type());
+  at::Tensor out = empty_of(with_rows(input, sizes[group.rank()]), input);
+  start_reduce_scatter_uneven(op, group, input, out, reduction, concrete(input, sizes));
+  return out;
+}
+
+C10D_EXT_HANDLE(reduce_scatter, "reduce_scatter")
+
+// Derivatives: every rank needs all parts' gradients.
+
+Derivative derivative(string_view reduce_op, c10::SymIntArrayRef sizes, string_view group_name,
+                      const Factor& factor, c10::ScalarType dtype) {
+  const Group group = resolve_group("reduce_scatter", group_name);
+  const Reduction reduction = parse_reduction("reduce_scatter", group, reduce_op, factor, dtype);
+  Derivative d{"ReduceScatterBackward"};
+  d.adjoint = [reduction, sizes = sizes.vec(), name = group.name(), rank = group.rank(),
+               size = group.size()](const Tensors& grads, const Tensors& saved) {
+    return Tensors{pull_back(
+        reduction, call::all_gather(grads[0], sizes, name), saved.empty() ? at::Tensor() : saved[0],
+        [&] { return call::all_gather(saved[1], sizes, name); }, name, rank, size)};
+  };
+  if (reduction.is_linear()) {
+    d.tangent = [reduction, sizes = sizes.vec(), name = group.name()](const Tensors& tangents) {
+      return Tensors{call::reduce_scatter(tangents[0], reduction, sizes, name)};
+    };
+  } else {
+    d.save = true;
+  }
+  return d;
+}
+
+at::Tensor reduce_scatter_autograd(c10::DispatchKeySet keys, const at::Tensor& input,
+                                   string_view reduce_op, c10::SymIntArrayRef sizes,
+                                   string_view group_name, const Factor& factor) {
+  return differentiable(
+      input,
+      [&] {
+        return reduce_scatter_handle().redispatch(below_autograd(keys), input, reduce_op, sizes,
+                                                  group_name, factor);
+      },
+      [&] { return derivative(reduce_op, sizes, group_name, factor, input.scalar_type()); });
+}
+
+void register_kernels(torch::Library& m) {
+  m.impl("reduce_scatter", reduce_scatter);
+}
+
+constexpr auto kNames = {"reduce_scatter"};
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(c10d_ext, m) {
+  m.def(
+      "reduce_scatter(Tensor input, str reduce_op, SymInt[] sizes, str group_name, *, Scalar? "
+      "factor=None) -> Tensor",
+      schema_tags());
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, CPU, m) {
+  register_kernels(m);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, CUDA, m) {
+  register_kernels(m);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Meta, m) {
+  register_kernels(m);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Autograd, m) {
+  m.impl("reduce_scatter", reduce_scatter_autograd);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Conjugate, m) {
+  keep_lazy_bits(m, kNames);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Negative, m) {
+  keep_lazy_bits(m, kNames);
+}
+
+}  // namespace c10d_ext

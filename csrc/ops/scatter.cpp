@@ -1,0 +1,100 @@
+// scatter: rank r gets the r-th equal part of rank src's input along dim 0.
+
+#include "core/op.h"
+
+namespace c10d_ext {
+namespace {
+
+// Kernels: CPU, CUDA and Meta.
+
+at::Tensor scatter(const at::Tensor& input, int64_t src, string_view group_name,
+                   std::optional<c10::SymInt> size) {
+  constexpr string_view op = "scatter";
+  const Group group = resolve_group(op, group_name);
+  check_strided(op, group, "input", input);
+  check_rank(op, group, "src", src);
+  check_has_rows(op, group, input);
+  c10::SymInt rows;
+  if (size.has_value()) {
+    rows = *size;
+    C10D_EXT_CHECK_VALUE(rows.sym_ge(0), op, group, "size must not be negative, got ", rows);
+    if (group.rank() == src) {
+      C10D_EXT_CHECK_VALUE(input.sym_size(0).sym_eq(rows * group.size()), op, group,
+                           "input's dim 0 on rank src must be size times the group's size, ", rows,
+                           " * ", group.size(), ", got ", input.sym_size(0));
+    }
+  } else {
+    C10D_EXT_CHECK_VALUE((input.sym_size(0) % group.size()).sym_eq(0), op, group,
+                         "input's dim 0 must be a multiple of the group's size ", group.size(),
+                         " where size= is not given, got ", input.sym_size(0));
+    rows = input.sym_size(0) / group.size();
+  }
+  at::Tensor out = empty_of(with_rows(input, rows), input);
+  start_scatter(op, group, input, out, src);
+  return out;
+}
+
+C10D_EXT_HANDLE(scatter, "scatter")
+
+// Derivatives: the parts' gradients return to src; the other ranks' inputs reached nobody.
+
+at::Tensor scatter_autograd(c10::DispatchKeySet keys, const at::Tensor& input, int64_t src,
+                            string_view group_name, std::optional<c10::SymInt> size) {
+  return differentiable(
+      input,
+      [&] {
+        return scatter_handle().redispatch(below_autograd(keys), input, src, group_name, size);
+      },
+      [&] {
+        const Group group = resolve_group("scatter", group_name);
+        Derivative d{"ScatterBackward"};
+        d.adjoint = [src, is_src = group.rank() == src, sizes = input.sym_sizes().vec(),
+                     name = group.name()](const Tensors& grads, const Tensors&) {
+          const at::Tensor grad = call::gather(grads[0], src, name);
+          return Tensors{is_src ? grad : grads[0].new_zeros_symint(sizes)};
+        };
+        d.tangent = [src, size, name = group.name()](const Tensors& tangents) {
+          return Tensors{call::scatter(tangents[0], src, name, size)};
+        };
+        return d;
+      });
+}
+
+void register_kernels(torch::Library& m) {
+  m.impl("scatter", scatter);
+}
+
+constexpr auto kNames = {"scatter"};
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(c10d_ext, m) {
+  m.def("scatter(Tensor input, int src, str group_name, *, SymInt? size=None) -> Tensor",
+        schema_tags());
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, CPU, m) {
+  register_kernels(m);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, CUDA, m) {
+  register_kernels(m);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Meta, m) {
+  register_kernels(m);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Autograd, m) {
+  m.impl("scatter", scatter_autograd);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Conjugate, m) {
+  keep_lazy_bits(m, kNames);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Negative, m) {
+  keep_lazy_bits(m, kNames);
+}
+
+}  // namespace c10d_ext

@@ -1,0 +1,83 @@
+// wait_tensor: the end of every collective.
+
+#include "core/op.h"
+#include "core/pending.h"
+
+namespace c10d_ext {
+namespace {
+
+at::Tensor wait_tensor(const at::Tensor& tensor) {
+  wait(tensor);
+  return tensor;
+}
+
+C10D_EXT_HANDLE(wait_tensor, "wait_tensor")
+
+at::Tensor wait_tensor_autograd(c10::DispatchKeySet keys, const at::Tensor& tensor) {
+  constexpr c10::DispatchKeySet transformed(
+      {c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched});
+  const bool in_transform = keys.has_any(transformed);
+  const bool traced = keys.has_any(c10::DispatchKeySet(
+      {c10::DispatchKey::Python, c10::DispatchKey::Functionalize, c10::DispatchKey::Meta}));
+  if (!in_transform && !traced) {
+    // The tensor itself, history and all: nothing to record.
+    wait(tensor);
+    return tensor;
+  }
+  return differentiable(
+      tensor,
+      [&] {
+        return in_transform ? wait_tensor_handle().redispatch(below_autograd(keys), tensor)
+                            : traced_wait(tensor);
+      },
+      [] {
+        return Derivative{"WaitTensorBackward",
+                          [](const Tensors& grads, const Tensors&) { return grads; },
+                          [](const Tensors& tangents) { return tangents; }};
+      });
+}
+
+at::Tensor wait_tensor_functionalize(const at::Tensor& tensor) {
+  const at::Tensor inner = functional_value(tensor);
+  at::AutoDispatchSkipFunctionalize below_functionalize;
+  const at::Tensor waited = traced_wait(inner);
+  return at::functionalization::impl::isFunctionalTensor(tensor)
+             ? at::functionalization::impl::to_functional_tensor(waited)
+             : waited;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(c10d_ext, m) {
+  m.def("wait_tensor(Tensor(a) tensor) -> Tensor(a)", schema_tags());
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, CPU, m) {
+  m.impl("wait_tensor", wait_tensor);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, CUDA, m) {
+  m.impl("wait_tensor", wait_tensor);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Meta, m) {
+  m.impl("wait_tensor", wait_tensor);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Autograd, m) {
+  m.impl("wait_tensor", wait_tensor_autograd);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Functionalize, m) {
+  m.impl("wait_tensor", wait_tensor_functionalize);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Conjugate, m) {
+  keep_lazy_bits(m, {"wait_tensor"});
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Negative, m) {
+  keep_lazy_bits(m, {"wait_tensor"});
+}
+
+}  // namespace c10d_ext

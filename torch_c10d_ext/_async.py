@@ -1,0 +1,235 @@
+"""AsyncCollectiveTensor: the result of a collective that waits on first use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import (
+    AsyncCollectiveTensor as _TorchAsyncCollectiveTensor,
+)
+from torch.utils._pytree import tree_map_only
+
+from torch_c10d_ext import _C
+
+_wait_op = torch.ops.c10d_ext.wait_tensor.default
+_READY: int = _C.READY
+_IN_FLIGHT: int = _C.IN_FLIGHT
+_delivery = _C.delivery
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+_make_wrapper = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+
+
+def deliver(result: torch.Tensor) -> torch.Tensor:
+    """The result of a start op as users get it.
+
+    Eager: ``result`` itself where it is complete, else an :class:`AsyncCollectiveTensor`. Under a
+    trace, a dispatch mode or a ``torch.func`` transform: waited for, as a node of the graph.
+    """
+    if _is_dynamo_compiling():
+        return _wait_op(result)
+    how = _delivery(result)
+    if how == _IN_FLIGHT:
+        if result.requires_grad:
+            return _Wrap.apply(result)
+        return AsyncCollectiveTensor(result)
+    if how == _READY:
+        return result
+    return _wait_op(result)
+
+
+def work_of(tensor: torch.Tensor) -> dist.Work | None:
+    """The collective in flight that writes ``tensor``, or None.
+
+    The work has ``is_completed()``, ``wait(timeout)``, ``get_future()``, ``exception()``, and a
+    sequence number where the backend counts.
+    """
+    return _C.work_of(tensor.elem if isinstance(tensor, _TorchAsyncCollectiveTensor) else tensor)
+
+
+def pending_count() -> int:
+    """How many storages still have a collective of this process in flight."""
+    return _C.pending_count()
+
+
+class AsyncCollectiveTensor(_TorchAsyncCollectiveTensor):
+    """A collective's result that waits the first time its values are needed.
+
+    Shape, dtype, strides and views do not wait; anything else does, once. The values live in ``elem``.
+    It is an instance of torch's class of that name, so DTensor and friends recognise it.
+    """
+
+    @staticmethod
+    def __new__(cls, elem: torch.Tensor) -> AsyncCollectiveTensor:
+        wrapper = _make_wrapper(
+            cls,
+            elem.size(),
+            strides=elem.stride(),
+            storage_offset=elem.storage_offset(),
+            dtype=elem.dtype,
+            layout=elem.layout,
+            device=elem.device,
+            requires_grad=elem.requires_grad,
+        )
+        wrapper.elem = elem
+        wrapper.completed = False
+        return wrapper
+
+    def trigger_wait(self) -> torch.Tensor:
+        """Waits, and returns the values as a plain tensor."""
+        if not self.completed:
+            _wait_op(self.elem)
+            self.completed = True
+        return self.elem
+
+    def wait(self) -> torch.Tensor:
+        """Waits, and returns the values as a plain tensor."""
+        return self.trigger_wait()
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner_tensors: dict[str, torch.Tensor], meta: Any, outer_size: Any, outer_stride: Any
+    ) -> AsyncCollectiveTensor:
+        return AsyncCollectiveTensor(inner_tensors["elem"])
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _is_view(func):
+            with torch.no_grad():
+                out = func(
+                    *tree_map_only(_TorchAsyncCollectiveTensor, _peek, args),
+                    **tree_map_only(_TorchAsyncCollectiveTensor, _peek, kwargs),
+                )
+            return tree_map_only(torch.Tensor, _rewrap, out)
+        return func(
+            *tree_map_only(_TorchAsyncCollectiveTensor, _finished, args),
+            **tree_map_only(_TorchAsyncCollectiveTensor, _finished, kwargs),
+        )
+
+    # What Python reaches without the dispatcher works on the finished values.
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"AsyncCollectiveTensor({self.trigger_wait()!r})"
+
+    def __format__(self, spec: str) -> str:
+        return format(self._plain(), spec)
+
+    def tolist(self) -> Any:
+        return self._plain().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self._plain().numpy(force=force)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self._plain().__array__() if dtype is None else self._plain().__array__(dtype)
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self._plain().__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        return self.elem.__dlpack_device__()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if self.requires_grad and not self.is_leaf:
+            return super().__deepcopy__(memo)
+        copy = self._plain().__deepcopy__(memo)
+        memo[id(self)] = copy
+        return copy.requires_grad_(self.requires_grad)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
+    def data_ptr(self) -> int:
+        return self._plain().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self._plain().untyped_storage()
+
+    def storage(self) -> Any:
+        return self._plain().storage()
+
+    def share_memory_(self) -> AsyncCollectiveTensor:
+        self._plain().share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return self._plain().is_shared()
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return self._plain()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise RuntimeError(
+            "AsyncCollectiveTensor: .data must be assigned on a plain tensor, got the result of a "
+            "collective; call .wait() and assign to what it returns"
+        )
+
+    def resize_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        raise RuntimeError(
+            "AsyncCollectiveTensor: resize_ needs a plain tensor, got the result of a collective; "
+            "call .wait() and resize what it returns"
+        )
+
+    def set_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        raise RuntimeError(
+            "AsyncCollectiveTensor: set_ needs a plain tensor, got the result of a collective; "
+            "call .wait() and set what it returns"
+        )
+
+    def _plain(self) -> torch.Tensor:
+        """The finished values without history."""
+        return self.trigger_wait().detach()
+
+
+class _Wrap(torch.autograd.Function):
+    """Joins a result's autograd history to its wrapper."""
+
+    @staticmethod
+    def forward(ctx: Any, result: torch.Tensor) -> torch.Tensor:
+        return AsyncCollectiveTensor(result.detach())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+_views: dict[Any, bool] = {}
+
+
+def _is_view(func: Any) -> bool:
+    """Whether ``func`` returns a view of its first argument, values unread."""
+    known = _views.get(func)
+    if known is None:
+        first = func._schema.arguments[:1]
+        known = bool(
+            first
+            and first[0].alias_info is not None
+            and not first[0].alias_info.is_write
+            and not torch._C._dispatch_has_kernel_for_dispatch_key(
+                func.name(), torch._C.DispatchKey.CompositeImplicitAutograd
+            )
+            and func.namespace == "aten"
+        )
+        _views[func] = known
+    return known
+
+
+def _peek(tensor: _TorchAsyncCollectiveTensor) -> torch.Tensor:
+    return tensor.elem
+
+
+def _finished(tensor: _TorchAsyncCollectiveTensor) -> torch.Tensor:
+    return tensor.trigger_wait()
+
+
+def _rewrap(view: torch.Tensor) -> torch.Tensor:
+    # A wrapper has no conj or neg bit of its own to show: such a view is made of finished values.
+    if view.is_conj() or view.is_neg():
+        return _wait_op(view)
+    return AsyncCollectiveTensor(view) if _delivery(view) == _IN_FLIGHT else view

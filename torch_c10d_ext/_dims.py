@@ -1,0 +1,37 @@
+"""The collectives split and concatenate along dim 0; these bring any other dimension there and back."""
+
+from __future__ import annotations
+
+import torch.distributed.distributed_c10d as c10d
+from torch import Tensor
+
+
+def where(name: str) -> str:
+    """The end of an error text: this rank and the group."""
+    group = c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    return f"(rank {group.rank()}/{group.size()}, group '{name}')"
+
+
+def check_dim(op: str, argument: str, dim: int, input: Tensor, name: str) -> int:
+    """``dim`` counted from the front, or a ValueError where ``input`` has no such dimension."""
+    ndim = max(input.dim(), 1)
+    if not -ndim <= dim < ndim:
+        raise ValueError(
+            f"{op}: {argument} must be a dimension of the input, {-ndim} to {ndim - 1}, got {dim} "
+            f"{where(name)}"
+        )
+    return dim % ndim
+
+
+def rows_to_dim(gathered: Tensor, parts: int, dim: int) -> Tensor:
+    """``parts`` tensors concatenated along dim 0, as their concatenation along ``dim``."""
+    if dim == 0:
+        return gathered
+    return gathered.unflatten(0, (parts, -1)).movedim(0, dim).flatten(dim, dim + 1).contiguous()
+
+
+def dim_to_rows(input: Tensor, parts: int, dim: int) -> Tensor:
+    """The ``parts`` equal slices of ``input`` along ``dim``, concatenated along dim 0."""
+    if dim == 0:
+        return input
+    return input.unflatten(dim, (parts, input.size(dim) // parts)).movedim(dim, 0).flatten(0, 1)

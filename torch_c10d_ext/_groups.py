@@ -1,0 +1,102 @@
+"""Process groups by name: what every way of naming a group comes down to."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+# A group as users name it: its ranks (one list, or one list per group of a mesh), a ProcessGroup, a 1-D
+# DeviceMesh, a dimension of a mesh, a registered name, or None for the default group.
+Group: TypeAlias = (
+    list[int]
+    | list[list[int]]
+    | dist.ProcessGroup
+    | DeviceMesh
+    | tuple[DeviceMesh, int]
+    | str
+    | None
+)
+
+
+def group_name(group: Group, tag: str = "") -> str:
+    """The registered name of ``group``.
+
+    Args:
+        group: see :data:`Group`.
+        tag: tells groups of the same ranks apart where ``group`` is a list of ranks.
+
+    Raises:
+        ValueError: ``group`` names no group, a mesh of more than one dimension, or a pair that is not
+            (DeviceMesh, int).
+        TypeError: ``group`` is none of the types above.
+    """
+    if isinstance(group, str):
+        return group
+    if isinstance(group, dist.ProcessGroup):
+        return group.group_name
+    if group is None:
+        default = dist.group.WORLD
+        if default is None:
+            raise ValueError(
+                "group: the default process group must be initialized, got None before "
+                "torch.distributed.init_process_group"
+            )
+        return default.group_name
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group: a DeviceMesh must have one dimension, got {group.ndim}; "
+                "pass (mesh, dim) to choose one"
+            )
+        return _mesh_group_name(group, 0)
+    if isinstance(group, tuple):
+        if (
+            len(group) == 2
+            and isinstance(group[0], DeviceMesh)
+            and isinstance(group[1], int)
+            and -group[0].ndim <= group[1] < group[0].ndim
+        ):
+            return _mesh_group_name(group[0], group[1])
+        raise ValueError(
+            f"group: a tuple must be (DeviceMesh, dim) with a dimension of that mesh, got {group}"
+        )
+    if isinstance(group, list):
+        return _name_by_ranks(group, tag)
+    raise TypeError(
+        "group: must be a list of ranks, ProcessGroup, DeviceMesh, (DeviceMesh, dim), group name or "
+        f"None, got {type(group).__name__}"
+    )
+
+
+def group_size(name: str) -> int:
+    """The number of ranks of the group registered as ``name``."""
+    return c10d._get_group_size_by_name(name)
+
+
+def _mesh_group_name(mesh: DeviceMesh, dim: int) -> str:
+    # Not mesh.get_group(dim).group_name: Dynamo traces a string through, a ProcessGroup it may not.
+    return mesh._dim_group_names[dim]
+
+
+def _name_by_ranks(ranks: list[int] | list[list[int]], tag: str) -> str:
+    if ranks and isinstance(ranks[0], list):
+        rows: list[list[int]] = ranks  # type: ignore[assignment]
+        sizes = {len(row) for row in rows}
+        if len(sizes) != 1:
+            raise ValueError(f"group: the lists of ranks must have one size, got {rows}")
+        here = [row for row in rows if dist.get_rank() in row]
+        if len(here) != 1:
+            raise ValueError(
+                f"group: rank {dist.get_rank()} must be in exactly one of the lists, got {rows}"
+            )
+        return c10d._resolve_group_name_by_ranks_and_tag(here[0], tag)
+    return c10d._resolve_group_name_by_ranks_and_tag(ranks, tag)  # type: ignore[arg-type]
+
+
+def known_names() -> str:
+    """The groups of this process, for error texts."""
+    names = sorted(set(c10d._world.pg_names.values()))
+    return ", ".join(f"'{name}'" for name in names) if names else "none"

@@ -1,0 +1,154 @@
+"""The ops as Inductor sees them: collectives whose buffers stay untouched until their wait.
+
+An op left to Inductor's generic fallback is a data race: its input's memory is reused before the wait.
+Lowered to Inductor's own collective kernels, the ops take part in its memory planning and in its
+communication scheduling (``sink_waits``, ``raise_comms``, reordering) like torch's collectives.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_LOWERING_MODULE = "torch._inductor.lowering"
+
+# op overload -> lowering, waiting for Inductor to be imported.
+_lowerings: dict[Any, Callable[..., Any]] = {}
+
+
+def lowering(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes the decorated function Inductor's lowering of ``op``."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        _lowerings[op] = function
+        return function
+
+    return register
+
+
+def start(op: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """A node that starts ``op`` and returns fresh buffers: one, or a list for a list of inputs."""
+    from torch._inductor import ir
+
+    node = ir._CollectiveKernel.create_out_of_place(op, inputs, *args, **kwargs)
+    if isinstance(node, list):
+        return [ir.TensorBox.create(output) for output in node]
+    return ir.TensorBox.create(node)
+
+
+def start_in_place(op: Any, inputs: Any, *args: Any) -> Any:
+    """Copies of ``inputs`` with a node that starts the in-place ``op`` on them.
+
+    Inductor elides a copy whose source is not needed any more, so the functional op costs no more
+    than the in-place one.
+    """
+    from torch._inductor import config, ir
+    from torch._inductor.lowering import clone
+    from torch._inductor.virtualized import V
+
+    def fresh(box: Any) -> Any:
+        copy = clone(box)
+        copy.realize()
+        if config.reorder_for_compute_comm_overlap:
+            # Fused with later work, the copy would hold the collective back.
+            V.graph.no_fuse_buffer_names.add(copy.get_name())
+        return ir.ExternKernel.require_contiguous(copy)
+
+    if isinstance(inputs, (list, tuple)):
+        copies = [fresh(box) for box in inputs]
+        ir._CollectiveKernel.create_inplace(op, copies, *args)
+        return copies
+    copy = fresh(inputs)
+    ir._CollectiveKernel.create_inplace(op, copy, *args)
+    return copy
+
+
+def premultiplied(inputs: Any, reduce_op: str, factor: Any) -> tuple[Any, str]:
+    """premul_sum as the multiplication, which Inductor fuses, and the sum that remain of it."""
+    if factor is None:
+        return inputs, reduce_op
+    from torch._inductor.lowering import mul
+
+    if isinstance(inputs, (list, tuple)):
+        return [mul(box, factor) for box in inputs], "sum"
+    return mul(inputs, factor), "sum"
+
+
+def enable() -> None:
+    """Registers the lowerings, now or as soon as Inductor is imported, and keys its caches."""
+    _key_caches()
+    if _LOWERING_MODULE in sys.modules:
+        _register()
+    else:
+        sys.meta_path.insert(0, _RegisterAfterImport())
+
+
+def _register() -> None:
+    from torch._inductor.lowering import register_lowering
+
+    for op, function in _lowerings.items():
+        register_lowering(op, type_promotion_kind=None)(function)
+
+
+class _RegisterAfterImport(importlib.abc.MetaPathFinder):
+    """Registers when Inductor's lowerings are imported: importing them here would cost seconds."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != _LOWERING_MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_then_register(module: ModuleType) -> None:
+            execute(module)
+            _register()
+
+        spec.loader.exec_module = execute_then_register  # type: ignore[method-assign]
+        return spec
+
+
+def _key_caches() -> None:
+    """Puts this build into the key of Inductor's caches, which does not cover lowerings like ours.
+
+    Code compiled with another build of this package is then never served.
+    """
+    import torch.compiler.config as config
+
+    mark = f"c10d_ext={_fingerprint()}"
+    parts = [part for part in config.cache_key_tag.split(";") if part]
+    if mark not in parts:
+        config.cache_key_tag = ";".join([*parts, mark])
+
+
+@functools.cache
+def _fingerprint() -> str:
+    digest = hashlib.sha256()
+    root = Path(__file__).parent
+    for source in sorted([*root.rglob("*.py"), *root.glob("_C*.so")]):
+        digest.update(source.relative_to(root).as_posix().encode())
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@lowering(torch.ops.c10d_ext.wait_tensor.default)
+def _lower_wait(tensor: Any) -> Any:
+    from torch._inductor import ir
+
+    # AOTInductor knows torch's wait op by name; either op waits for our works.
+    ir._WaitKernel.create_wait(torch.ops._c10d_functional.wait_tensor.default, tensor)
+    return tensor

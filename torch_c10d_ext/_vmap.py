@@ -1,0 +1,60 @@
+"""Batching rules: under ``torch.vmap`` a collective stays one collective over the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Rule = Callable[..., tuple[Any, Any]]
+
+
+def any_dim(op: Any) -> Rule:
+    """The rule of an op that treats every element alike: the batch may sit in any dimension."""
+
+    def rule(
+        info: Any, in_dims: tuple[Any, ...], input: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        return op(input, *args, **kwargs), in_dims[0]
+
+    return rule
+
+
+def by_rows(op: Any, *, keeps_scalar: bool = False) -> Rule:
+    """The rule of an op that splits or concatenates rows: the batch goes behind them, to dim 1.
+
+    Args:
+        op: the op overload; its first argument is a tensor or a list of tensors.
+        keeps_scalar: a scalar input counts as one row.
+    """
+
+    def move(t: Tensor, dim: int | None) -> Tensor:
+        if dim is None:
+            return t
+        if t.dim() == 1:
+            # A batch of scalars: one row of B. An op that needs rows refuses scalars before this.
+            return t.unsqueeze(0) if keeps_scalar else t
+        return t.movedim(dim, 1)
+
+    def rule(
+        info: Any, in_dims: tuple[Any, ...], input: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        dims = in_dims[0]
+        if isinstance(input, (list, tuple)):
+            outs = op([move(t, d) for t, d in zip(input, dims, strict=True)], *args, **kwargs)
+            return outs, [None if d is None else 1 for d in dims]
+        if not keeps_scalar and input.dim() == 1:
+            raise ValueError(
+                f"{op.name().split('::')[1]}: input must have at least one dimension, got a batch "
+                "of scalars"
+            )
+        return op(move(input, dims), *args, **kwargs), 1
+
+    return rule
+
+
+def register(name: str, rule: Rule) -> None:
+    """Makes ``rule`` the batching rule of ``c10d_ext::<name>``."""
+    torch.library.register_vmap(f"c10d_ext::{name}", rule)

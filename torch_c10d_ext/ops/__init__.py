@@ -1,0 +1,1 @@
+"""One module per collective: its functions, its batching rule and its Inductor lowering."""

@@ -1,0 +1,237 @@
+"""all_reduce: every rank gets the reduction of all ranks' inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_c10d_ext import _inductor, _vmap
+from torch_c10d_ext._async import deliver
+from torch_c10d_ext._groups import Group, group_name
+
+_op = torch.ops.c10d_ext.all_reduce.default
+_op_ = torch.ops.c10d_ext.all_reduce_.default
+_coalesced = torch.ops.c10d_ext.all_reduce_coalesced.default
+_coalesced_ = torch.ops.c10d_ext.all_reduce_coalesced_.default
+
+
+def all_reduce(
+    self: Tensor,
+    reduceOp: str,
+    group: Group = None,
+    tag: str = "",
+    *,
+    factor: complex | None = None,
+) -> Tensor:
+    """Reduces a tensor over the ranks of a group; every rank gets the result.
+
+    Args:
+        self: any shape, strides and dtype; left untouched.
+        reduceOp: ``sum``, ``avg``, ``product``, ``min``, ``max``, ``band``, ``bor``, ``bxor`` or
+            ``premul_sum``, in any case. Half, bfloat16 and float8 values are accumulated in float32 on
+            CPU. ``sum`` and ``product`` of bools are or and and.
+        group: the ranks that take part, see :data:`torch_c10d_ext.functional.Group`.
+        tag: tells groups of the same ranks apart where ``group`` is a list of ranks.
+        factor: what this rank's input is multiplied with first (``premul_sum`` alone).
+
+    Returns:
+        A tensor of self's shape, contiguous, with the same bits on every rank.
+
+    Raises:
+        ValueError: unknown ``reduceOp`` or group; ``factor`` missing or out of place.
+        TypeError: ``reduceOp`` has no meaning for self's dtype (``avg`` of integers, ``min`` of complex
+            values, ``band`` of floats).
+
+    Gradient:
+        ``sum``: the sum of all ranks' gradients; ``avg``: their mean; ``premul_sum``: their sum times
+        the conjugate of ``factor``; ``min``/``max``: their sum for the ranks that hold the winning value,
+        shared evenly; ``product``: their sum times the product of the other ranks' values.
+
+    Example, 2 ranks::
+
+        x = torch.arange(3.0) + 10 * rank  # [0, 1, 2] and [10, 11, 12]
+        all_reduce(x, "sum", None)  # [10, 12, 14] on both
+
+    Source: csrc/ops/all_reduce.cpp
+    """
+    name = group if type(group) is str else group_name(group, tag)
+    if factor is None:
+        return deliver(_op(self, reduceOp, name))
+    return deliver(_op(self, reduceOp, name, factor=factor))
+
+
+def all_reduce_coalesced(
+    self: list[Tensor],
+    reduceOp: str,
+    group: Group = None,
+    tag: str = "",
+    *,
+    factor: complex | None = None,
+) -> list[Tensor]:
+    """Reduces several tensors over the ranks of a group in one message.
+
+    Args:
+        self: tensors of one dtype on one device, any shapes; left untouched.
+        reduceOp, group, tag, factor: as for :func:`all_reduce`.
+
+    Returns:
+        One result per tensor, as :func:`all_reduce` would give it.
+
+    Raises:
+        ValueError, TypeError: as :func:`all_reduce`; an empty list, mixed dtypes or devices.
+
+    Gradient:
+        As :func:`all_reduce`, in one message too.
+
+    Example, 2 ranks::
+
+        all_reduce_coalesced([torch.ones(2), torch.full((3,), rank)], "sum", None)
+        # [2, 2] and [1, 1, 1] on both
+
+    Source: csrc/ops/all_reduce.cpp
+    """
+    name = group_name(group, tag)
+    return [deliver(out) for out in _coalesced(self, reduceOp, name, factor=factor)]
+
+
+def all_reduce_inplace(
+    tensor: Tensor, op: str = "sum", group: Group = None, async_op: bool = False, tag: str = ""
+) -> Tensor:
+    """Replaces ``tensor`` by its reduction over the ranks of a group, and waits.
+
+    Args:
+        tensor: what every rank contributes, and where every rank finds the result.
+        op: the reduce op, as for :func:`all_reduce`.
+        group, tag: as for :func:`all_reduce`.
+        async_op: must be False; the functional form is the asynchronous one.
+
+    Returns:
+        ``tensor``.
+
+    Raises:
+        ValueError: ``async_op`` is set, or as :func:`all_reduce`.
+
+    Gradient:
+        As :func:`all_reduce`.
+
+    Example, 2 ranks::
+
+        x = torch.tensor([1.0 + rank])
+        all_reduce_inplace(x)  # x is [3.] on both
+
+    Source: csrc/ops/all_reduce.cpp
+    """
+    if async_op:
+        raise ValueError("all_reduce_inplace: async_op must be False, got True; use all_reduce")
+    return tensor.copy_(all_reduce(tensor, op, group, tag))
+
+
+class _CopyToGroup(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(input: Tensor, name: str) -> Tensor:
+        return input.view_as(input)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
+        ctx.name = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad, "sum", ctx.name), None
+
+
+class _ReduceFromGroup(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(input: Tensor, name: str) -> Tensor:
+        return all_reduce(input, "sum", name)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def copy_to_group(self: Tensor, group: Group = None, tag: str = "") -> Tensor:
+    """The entry of a tensor-parallel region: identity forward, all_reduce(sum) backward.
+
+    Every rank holds the same ``self`` and uses it with its own shard of the weights, so its gradient is
+    the sum of what the ranks found: Megatron-LM's f (Shoeybi et al. 2019, section 3).
+
+    Args:
+        self: the same values on every rank.
+        group, tag: the ranks that share the region, as for :func:`all_reduce`.
+
+    Returns:
+        ``self``.
+
+    Raises:
+        ValueError: unknown group.
+
+    Gradient:
+        The sum of all ranks' gradients.
+
+    Example::
+
+        hidden = copy_to_group(x, tp) @ weight_columns  # this rank's columns
+
+    Source: torch_c10d_ext/ops/all_reduce.py
+    """
+    return _CopyToGroup.apply(self, group_name(group, tag))
+
+
+def reduce_from_group(self: Tensor, group: Group = None, tag: str = "") -> Tensor:
+    """The exit of a tensor-parallel region: all_reduce(sum) forward, identity backward.
+
+    What follows is computed alike on every rank, so each rank's gradient is the full one already:
+    Megatron-LM's g (Shoeybi et al. 2019, section 3).
+
+    Args:
+        self: this rank's partial result.
+        group, tag: the ranks that share the region, as for :func:`all_reduce`.
+
+    Returns:
+        The sum of all ranks' ``self``.
+
+    Raises:
+        ValueError: unknown group.
+
+    Gradient:
+        The identity.
+
+    Example::
+
+        y = reduce_from_group(hidden @ weight_rows, tp)  # this rank's rows
+
+    Source: torch_c10d_ext/ops/all_reduce.py
+    """
+    return _ReduceFromGroup.apply(self, group_name(group, tag))
+
+
+for _name, _each in {
+    "all_reduce": _op,
+    "all_reduce_": _op_,
+    "all_reduce_coalesced": _coalesced,
+    "all_reduce_coalesced_": _coalesced_,
+}.items():
+    _vmap.register(_name, _vmap.any_dim(_each))
+
+
+@_inductor.lowering(_op)
+def _lowering(input: Any, reduce_op: str, group_name: str, *, factor: Any = None) -> Any:
+    input, reduce_op = _inductor.premultiplied(input, reduce_op, factor)
+    return _inductor.start_in_place(_op_, input, reduce_op, group_name)
+
+
+@_inductor.lowering(_coalesced)
+def _coalesced_lowering(inputs: Any, reduce_op: str, group_name: str, *, factor: Any = None) -> Any:
+    inputs, reduce_op = _inductor.premultiplied(inputs, reduce_op, factor)
+    return _inductor.start(_coalesced, inputs, reduce_op, group_name)

@@ -1,0 +1,111 @@
+"""all_to_all_single: every rank sends a slice of its rows to every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_c10d_ext import _inductor, _vmap
+from torch_c10d_ext._async import deliver
+from torch_c10d_ext._dims import where
+from torch_c10d_ext._groups import Group, group_name, group_size
+
+_op = torch.ops.c10d_ext.all_to_all_single.default
+
+
+def all_to_all_single(
+    self: Tensor,
+    output_split_sizes: Sequence[int] | None,
+    input_split_sizes: Sequence[int] | None,
+    group: Group = None,
+    tag: str = "",
+) -> Tensor:
+    """Sends slice i of the rows to rank i, and concatenates what arrives, rank by rank.
+
+    Args:
+        self: shape ``(rows, ...)``, any strides and dtype; left untouched.
+        output_split_sizes: how many rows come from each rank; may depend on data.
+        input_split_sizes: how many rows go to each rank, ``rows`` in all. Both None: equal parts.
+        group: the ranks that take part, see :data:`torch_c10d_ext.functional.Group`.
+        tag: tells groups of the same ranks apart where ``group`` is a list of ranks.
+
+    Returns:
+        A tensor of shape ``(sum(output_split_sizes), ...)``.
+
+    Raises:
+        ValueError: the sizes are not one per rank, negative, do not sum to ``rows``, or disagree about
+            what this rank sends itself; only one of them is given; ``rows`` is indivisible where
+            neither is; unknown group.
+
+    Gradient:
+        ``all_to_all_single(grad, input_split_sizes, output_split_sizes)``.
+
+    Example, 2 ranks::
+
+        x = torch.arange(3) + 10 * rank  # [0, 1, 2] and [10, 11, 12]
+        # rank 0 keeps 1 row and sends 2, rank 1 sends 1 and keeps 2
+        sends = [[1, 2], [1, 2]][rank]
+        receives = [[1, 1], [2, 2]][rank]
+        all_to_all_single(x, receives, sends)  # rank 0: [0, 10]; rank 1: [1, 2, 11, 12]
+
+    Source: csrc/ops/all_to_all_single.cpp
+    """
+    name = group if type(group) is str else group_name(group, tag)
+    if output_split_sizes is None or input_split_sizes is None:
+        size = group_size(name)
+        if output_split_sizes is not None or input_split_sizes is not None:
+            raise ValueError(
+                "all_to_all_single: output_split_sizes and input_split_sizes must be given together "
+                f"or not at all, got {output_split_sizes} and {input_split_sizes} {where(name)}"
+            )
+        if self.dim() == 0 or self.size(0) % size != 0:
+            raise ValueError(
+                "all_to_all_single: input's dim 0 must be a multiple of the group's size "
+                f"{size} where no split sizes are given, got shape {tuple(self.shape)} "
+                f"{where(name)}"
+            )
+        output_split_sizes = input_split_sizes = [self.size(0) // size] * size
+    return deliver(_op(self, output_split_sizes, input_split_sizes, name))
+
+
+def all_to_all_single_autograd(
+    self: Tensor,
+    output_split_sizes: Sequence[int] | None,
+    input_split_sizes: Sequence[int] | None,
+    group: Group = None,
+    tag: str = "",
+) -> Tensor:
+    """:func:`all_to_all_single`, which differentiates."""
+    return all_to_all_single(self, output_split_sizes, input_split_sizes, group, tag)
+
+
+def all_to_all_inplace(
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    tag: str = "",
+) -> Tensor:
+    """Writes :func:`all_to_all_single` of ``input`` into ``output``, and returns it.
+
+    Raises:
+        ValueError: ``async_op`` is set; or as :func:`all_to_all_single`.
+    """
+    if async_op:
+        raise ValueError(
+            "all_to_all_inplace: async_op must be False, got True; use all_to_all_single"
+        )
+    return output.copy_(all_to_all_single(input, output_split_sizes, input_split_sizes, group, tag))
+
+
+_vmap.register("all_to_all_single", _vmap.by_rows(_op))
+
+
+@_inductor.lowering(_op)
+def _lowering(input: Any, output_split_sizes: Any, input_split_sizes: Any, group_name: str) -> Any:
+    return _inductor.start(_op, input, output_split_sizes, input_split_sizes, group_name)

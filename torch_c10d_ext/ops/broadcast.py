@@ -1,0 +1,93 @@
+"""broadcast: every rank gets rank src's input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_c10d_ext import _inductor, _vmap
+from torch_c10d_ext._async import deliver
+from torch_c10d_ext._groups import Group, group_name
+
+_op = torch.ops.c10d_ext.broadcast.default
+_op_ = torch.ops.c10d_ext.broadcast_.default
+_coalesced = torch.ops.c10d_ext.broadcast_coalesced.default
+_coalesced_ = torch.ops.c10d_ext.broadcast_coalesced_.default
+
+
+def broadcast(self: Tensor, src: int, group: Group = None, tag: str = "") -> Tensor:
+    """Gives every rank the tensor of rank ``src``.
+
+    Args:
+        self: shape and dtype the same on every rank, any strides; values count on ``src`` alone; left
+            untouched.
+        src: the sending rank, counted within the group.
+        group: the ranks that take part, see :data:`torch_c10d_ext.functional.Group`.
+        tag: tells groups of the same ranks apart where ``group`` is a list of ranks.
+
+    Returns:
+        A tensor of self's shape with src's values.
+
+    Raises:
+        ValueError: ``src`` is no rank of the group, unknown group.
+
+    Gradient:
+        On ``src`` the sum of all ranks' gradients, zeros elsewhere: ``reduce(grad, "sum", src)``.
+
+    Example, 2 ranks::
+
+        broadcast(torch.tensor([1.0 + rank]), 1)  # [2.] on both
+
+    Source: csrc/ops/broadcast.cpp
+    """
+    name = group if type(group) is str else group_name(group, tag)
+    return deliver(_op(self, src, name))
+
+
+def broadcast_coalesced(
+    inputs: list[Tensor], src: int, group: Group = None, tag: str = ""
+) -> list[Tensor]:
+    """Gives every rank several tensors of rank ``src`` in one message.
+
+    Args:
+        inputs: tensors of one dtype on one device, any shapes; left untouched.
+        src, group, tag: as for :func:`broadcast`.
+
+    Returns:
+        One result per tensor, as :func:`broadcast` would give it.
+
+    Raises:
+        ValueError, TypeError: as :func:`broadcast`; an empty list, mixed dtypes or devices.
+
+    Gradient:
+        As :func:`broadcast`.
+
+    Example, 2 ranks::
+
+        broadcast_coalesced([torch.tensor([rank]), torch.tensor([5 + rank])], 0)  # [0], [5] on both
+
+    Source: csrc/ops/broadcast.cpp
+    """
+    name = group_name(group, tag)
+    return [deliver(out) for out in _coalesced(inputs, src, name)]
+
+
+for _name, _each in {
+    "broadcast": _op,
+    "broadcast_": _op_,
+    "broadcast_coalesced": _coalesced,
+    "broadcast_coalesced_": _coalesced_,
+}.items():
+    _vmap.register(_name, _vmap.any_dim(_each))
+
+
+@_inductor.lowering(_op)
+def _lowering(input: Any, src: int, group_name: str) -> Any:
+    return _inductor.start_in_place(_op_, input, src, group_name)
+
+
+@_inductor.lowering(_coalesced)
+def _coalesced_lowering(inputs: Any, src: int, group_name: str) -> Any:
+    return _inductor.start(_coalesced, inputs, src, group_name)

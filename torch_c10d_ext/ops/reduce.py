@@ -1,0 +1,66 @@
+"""reduce: rank dst gets the reduction of all ranks' inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_c10d_ext import _inductor, _vmap
+from torch_c10d_ext._async import deliver
+from torch_c10d_ext._groups import Group, group_name
+
+_op = torch.ops.c10d_ext.reduce.default
+_op_ = torch.ops.c10d_ext.reduce_.default
+
+
+def reduce(
+    self: Tensor,
+    reduceOp: str,
+    dst: int,
+    group: Group = None,
+    tag: str = "",
+    *,
+    factor: complex | None = None,
+) -> Tensor:
+    """Reduces a tensor over the ranks of a group to one of them.
+
+    Args:
+        self: the same shape and dtype on every rank, any strides; left untouched.
+        reduceOp, factor: as for :func:`torch_c10d_ext.functional.all_reduce`.
+        dst: the receiving rank, counted within the group.
+        group: the ranks that take part, see :data:`torch_c10d_ext.functional.Group`.
+        tag: tells groups of the same ranks apart where ``group`` is a list of ranks.
+
+    Returns:
+        A tensor of self's shape: the reduction on ``dst``, zeros on every other rank, which makes it the
+        exact adjoint of ``broadcast``. (The in-place op leaves the other ranks' tensors alone.)
+
+    Raises:
+        ValueError: ``dst`` is no rank of the group; unknown ``reduceOp`` or group.
+        TypeError: ``reduceOp`` has no meaning for self's dtype.
+
+    Gradient:
+        ``sum``: ``broadcast(grad, dst)``; the other reduce ops as ``all_reduce`` has it.
+
+    Example, 2 ranks::
+
+        reduce(torch.tensor([1.0 + rank]), "sum", 0)  # rank 0: [3.]; rank 1: [0.]
+
+    Source: csrc/ops/reduce.cpp
+    """
+    name = group if type(group) is str else group_name(group, tag)
+    if factor is None:
+        return deliver(_op(self, reduceOp, dst, name))
+    return deliver(_op(self, reduceOp, dst, name, factor=factor))
+
+
+_vmap.register("reduce", _vmap.any_dim(_op))
+_vmap.register("reduce_", _vmap.any_dim(_op_))
+
+
+@_inductor.lowering(_op)
+def _lowering(input: Any, reduce_op: str, dst: int, group_name: str, *, factor: Any = None) -> Any:
+    input, reduce_op = _inductor.premultiplied(input, reduce_op, factor)
+    return _inductor.start(_op, input, reduce_op, dst, group_name)
