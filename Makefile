@@ -90,7 +90,8 @@ wheel: $(VENV)/.torch
 	@$(PY) -m pip wheel --no-build-isolation --no-deps -w dist .
 
 clean:
-	rm -rf build dist *.egg-info torch_c10d_ext/_C*.so $(VENV)/.built
+	rm -rf build dist *.egg-info torch_c10d_ext/_C*.so torch_c10d_ext/_built_with.py \
+		$(VENV)/.built
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 

@@ -107,10 +107,24 @@ def cuda_include_dirs() -> list[Path]:
     return []
 
 
+class Build(BuildExtension):
+    """Also records what it was built with, for Python to read before it loads the extension."""
+
+    def run(self):
+        super().run()
+        directories = [Path(self.build_lib) / "torch_c10d_ext"]
+        if self.inplace:
+            directories.append(ROOT / "torch_c10d_ext")
+        for directory in directories:
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / "_built_with.py").write_text(
+                f'"""Written by setup.py."""\n\nTORCH_VERSION = "{torch.__version__}"\n'
+            )
+
+
 def extension():
     define_macros = [
         ("C10D_EXT_VERSION", f'"{VERSION}"'),
-        # Compared on import: the C++ ABI of libtorch is not stable between versions.
         ("C10D_EXT_TORCH_VERSION", f'"{torch.__version__}"'),
     ]
     include_dirs = [str(ROOT / "csrc")]
@@ -166,6 +180,6 @@ setup(
     packages=find_packages(include=["torch_c10d_ext", "torch_c10d_ext.*"]),
     package_data={"torch_c10d_ext": ["py.typed", "*.pyi"]},
     ext_modules=[extension()],
-    cmdclass={"build_ext": BuildExtension.with_options(use_ninja=True)},
+    cmdclass={"build_ext": Build},
     zip_safe=False,
 )
