@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,9 @@ STEMS = sorted(p.stem for p in ROOT.glob("csrc/ops/*.cpp"))
 SCHEMA = re.compile(r'\.def\(\s*"(\w+)\(')
 
 # Where torch-private names may be used: adapting to another torch version touches these alone.
-TOUCH_TORCH_PRIVATE = {"_async.py", "_groups.py", "_lowering.py"}
+TOUCH_TORCH_PRIVATE = {"_async.py", "_groups.py", "_inductor.py"}
+# What `functional` is a superset of.
+MIRRORED = "torch.distributed._functional_collectives"
 
 WITHOUT_GIT = {"build", "dist", "__pycache__"}
 
@@ -48,6 +52,10 @@ def repository_files() -> list[Path]:
             )
         ]
     return sorted(p for p in files if p.is_file() and p.suffix not in (".so", ".pyc"))
+
+
+def none(found: list[str]) -> None:
+    assert not found, "\n" + "\n".join(found)
 
 
 def schemas(path: Path) -> list[str]:
@@ -88,11 +96,10 @@ def test_schemas_are_declared_in_ops_alone() -> None:
 @pytest.mark.parametrize("stem", STEMS)
 def test_every_op_has_every_kernel(stem: str) -> None:
     # CUDA too, in a build without CUDA: the kernels are host code.
+    has_kernel = torch._C._dispatch_has_computed_kernel_for_dispatch_key
     for name in schemas(ROOT / "csrc" / "ops" / f"{stem}.cpp"):
         for key in ("CPU", "CUDA", "Meta", "AutogradCPU", "AutogradCUDA"):
-            assert torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d_ext::{name}", key), (
-                f"{name} has no {key} kernel"
-            )
+            assert has_kernel(f"c10d_ext::{name}", key), f"{name} has no {key} kernel"
 
 
 @pytest.mark.parametrize("stem", STEMS)
@@ -109,17 +116,27 @@ def test_functional_exports_the_collective(stem: str) -> None:
         assert function.__doc__, f"{name} has no docstring"
 
 
+def torch_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Dotted names under torch that a module imports or reaches for, with their lines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Attribute):
+            yield node.lineno, ast.unparse(node)
+
+
 def test_torch_private_names_stay_in_their_files() -> None:
-    private = re.compile(r"\btorch(\.\w+)*\._(?!_)\w+|\bfrom torch(\.\w+)* import _\w+")
-    found = []
-    for path in ROOT.glob("torch_c10d_ext/**/*.py"):
-        if path.name in TOUCH_TORCH_PRIVATE:
-            continue
-        for number, line in enumerate(path.read_text().splitlines(), 1):
-            code = line.split("#")[0]
-            if (m := private.search(code)) and not re.search(r"``[^`]*$", code[: m.start()]):
-                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
-    assert found == []
+    private = re.compile(r"torch\.(?!ops\.)([\w.]+\.)?_[a-z]\w*(\.\w+)*|torch\._[A-Z]\w*(\.\w+)*")
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in ROOT.glob("torch_c10d_ext/**/*.py")
+        if path.name not in TOUCH_TORCH_PRIVATE
+        for line, name in torch_names(ast.parse(path.read_text()))
+        if private.fullmatch(name) and not name.startswith(MIRRORED)
+    ]
+    none(found)
 
 
 def test_environment_variables_share_a_prefix() -> None:
@@ -143,7 +160,7 @@ def test_files_hold_nothing_of_the_machine_they_were_written_on() -> None:
         for number, line in enumerate(path.read_text().splitlines(), 1):
             if place.search(line):
                 found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
-    assert found == []
+    none(found)
 
 
 def test_files_are_small_clean_text() -> None:
@@ -163,7 +180,7 @@ def test_files_are_small_clean_text() -> None:
                 found.append(f"{name}:{number}: {len(line)} columns")
             if "\t" in line and path.name != "Makefile":
                 found.append(f"{name}:{number}: tab")
-    assert found == []
+    none(found)
 
 
 def test_version_is_the_same_everywhere() -> None:

@@ -3,8 +3,9 @@
 #
 #     tools/gpu_check.sh [pytest arguments]
 #
-# Uses the python3 that has torch (PYTHON=... for another), installs nothing, and ends with a summary
-# and a non-zero status when a step failed. Tests that need a GPU fail here instead of being skipped.
+# Uses the python3 that has torch (PYTHON=... for another), installs nothing, and ends with a
+# summary and a non-zero status when a step failed. Tests that need a GPU fail here instead of being
+# skipped.
 # LIMIT (seconds, 580) bounds the whole run. CHECKS chooses steps: "build test bench".
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -72,8 +73,9 @@ import os, platform, sys
 import torch
 
 print("python", platform.python_version(), sys.executable)
-print("torch", torch.__version__, "CUDA", torch.version.cuda, "sees", torch.cuda.device_count(), "GPU")
-if torch.cuda.is_available():
+gpus = torch.cuda.device_count()
+print("torch", torch.__version__, "CUDA", torch.version.cuda, "sees", gpus, "GPU")
+if gpus:
     print(torch.cuda.get_device_name(0), "nccl", ".".join(map(str, torch.cuda.nccl.version())))
 print(os.cpu_count(), "cores,", os.environ["MAX_JOBS"], "build jobs")
 PYTHON_END

@@ -1,0 +1,101 @@
+"""The wheel holds what it should and works where the source tree is out of reach."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+import torch_c10d_ext
+
+ROOT = Path(__file__).resolve().parent.parent
+
+USE = """
+import torch, torch.distributed as dist
+import torch_c10d_ext
+from torch_c10d_ext import functional as fc
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+print(torch_c10d_ext.__file__, fc.all_reduce(torch.ones(2), "sum", None).tolist())
+dist.destroy_process_group()
+"""
+
+
+def run(command: list[str], cwd: Path, **env: str) -> str:
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env={**os.environ, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel made of the objects that the build in place has compiled."""
+    if not any(ROOT.glob("build/temp.*/csrc")):
+        pytest.skip("no build tree beside the tests: nothing was compiled here")
+    if not shutil.which("ninja") and not (Path(sys.executable).parent / "ninja").exists():
+        pytest.skip("no ninja")
+    out = tmp_path_factory.mktemp("wheel")
+    (out / "info").mkdir()
+    setup = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(out / "info")]
+    run([*setup, "bdist_wheel", "--bdist-dir", str(out / "tree"), "--dist-dir", str(out)], ROOT)
+    (path,) = out.glob("*.whl")
+    return path
+
+
+def test_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (metadata,) = (n for n in names if n.endswith(".dist-info/METADATA"))
+        fields = Parser().parsestr(archive.read(metadata).decode())
+    assert {n.split("/")[0] for n in names if ".dist-info/" not in n} == {"torch_c10d_ext"}
+    for name in ("py.typed", "_built_with.py", "functional.py", "ops/__init__.py"):
+        assert f"torch_c10d_ext/{name}" in names
+    assert [n for n in names if n.endswith(".so")]
+    assert fields["Version"] == torch_c10d_ext.__version__
+    assert fields["Requires-Python"] == ">=3.10"
+    (requirement,) = fields.get_all("Requires-Dist") or []
+    assert requirement.replace(" ", "") in ("torch<2.14,>=2.11", "torch>=2.11,<2.14")
+
+
+def test_works_away_from_the_source(wheel: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    where, _, values = run([sys.executable, "-c", USE], tmp_path, PYTHONPATH=str(site)).partition(
+        " "
+    )
+    assert Path(where).is_relative_to(site)
+    assert values.strip() == "[1.0, 1.0]"
+
+
+def test_refuses_another_torch(wheel: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    (site / "torch_c10d_ext" / "_built_with.py").write_text('TORCH_VERSION = "2.0.0"\n')
+    use = "import torch_c10d_ext"
+    done = subprocess.run(
+        [sys.executable, "-c", use],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "ImportError: torch_c10d_ext: " in done.stderr
+    assert "2.0.0" in done.stderr
