@@ -1,12 +1,12 @@
 """Every collective of torch.distributed as a dispatcher op, ``torch.ops.c10d_ext.*``.
 
-``torch_c10d_ext.functional`` holds the functions to call; the ops themselves are for graph passes and
-for code that manages its own waits.
+``torch_c10d_ext.functional`` holds the functions to call; the ops themselves are for graph passes
+and for code that manages its own waits.
 """
 
 import torch
 
-from torch_c10d_ext import _C
+from torch_c10d_ext import _C as _C
 
 __version__ = "0.1.0"
 

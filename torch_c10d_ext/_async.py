@@ -56,12 +56,15 @@ def pending_count() -> int:
 class AsyncCollectiveTensor(_TorchAsyncCollectiveTensor):
     """A collective's result that waits the first time its values are needed.
 
-    Shape, dtype, strides and views do not wait; anything else does, once. The values live in ``elem``.
-    It is an instance of torch's class of that name, so DTensor and friends recognise it.
+    Shape, dtype, strides and views do not wait; anything else does, once. The values live in
+    ``elem``. It is an instance of torch's class of that name, so DTensor and friends recognise it.
     """
 
+    elem: torch.Tensor
+    completed: bool
+
     @staticmethod
-    def __new__(cls, elem: torch.Tensor) -> AsyncCollectiveTensor:
+    def __new__(cls, elem: torch.Tensor) -> AsyncCollectiveTensor:  # noqa: PYI034
         wrapper = _make_wrapper(
             cls,
             elem.size(),

@@ -1,4 +1,4 @@
-"""The collectives split and concatenate along dim 0; these bring any other dimension there and back."""
+"""Collectives split and concatenate along dim 0; these bring other dimensions there and back."""
 
 from __future__ import annotations
 

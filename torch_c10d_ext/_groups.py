@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-# A group as users name it: its ranks (one list, or one list per group of a mesh), a ProcessGroup, a 1-D
-# DeviceMesh, a dimension of a mesh, a registered name, or None for the default group.
+from torch_c10d_ext import _C
+
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+
+# A group as users name it: its ranks (one list, or one list per group of a mesh), a ProcessGroup, a
+# 1-D DeviceMesh, a dimension of a mesh, a registered name, or None for the default group.
 Group: TypeAlias = (
     list[int]
     | list[list[int]]
@@ -29,8 +34,8 @@ def group_name(group: Group, tag: str = "") -> str:
         tag: tells groups of the same ranks apart where ``group`` is a list of ranks.
 
     Raises:
-        ValueError: ``group`` names no group, a mesh of more than one dimension, or a pair that is not
-            (DeviceMesh, int).
+        ValueError: ``group`` names no group, a mesh of more than one dimension, or a pair that is
+            not (DeviceMesh, int).
         TypeError: ``group`` is none of the types above.
     """
     if isinstance(group, str):
@@ -73,11 +78,13 @@ def group_name(group: Group, tag: str = "") -> str:
 
 def group_size(name: str) -> int:
     """The number of ranks of the group registered as ``name``."""
-    return c10d._get_group_size_by_name(name)
+    if _is_dynamo_compiling():
+        return c10d._get_group_size_by_name(name)  # which Dynamo knows to be a constant
+    return _C.group_size(name)
 
 
 def _mesh_group_name(mesh: DeviceMesh, dim: int) -> str:
-    # Not mesh.get_group(dim).group_name: Dynamo traces a string through, a ProcessGroup it may not.
+    # Not mesh.get_group(dim).group_name: Dynamo traces strings through, a ProcessGroup it may not.
     return mesh._dim_group_names[dim]
 
 

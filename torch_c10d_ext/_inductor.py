@@ -1,8 +1,8 @@
 """The ops as Inductor sees them: collectives whose buffers stay untouched until their wait.
 
-An op left to Inductor's generic fallback is a data race: its input's memory is reused before the wait.
-Lowered to Inductor's own collective kernels, the ops take part in its memory planning and in its
-communication scheduling (``sink_waits``, ``raise_comms``, reordering) like torch's collectives.
+An op left to Inductor's generic fallback is a data race: its input's memory is reused before the
+wait. Lowered to Inductor's own collective kernels, the ops take part in its memory planning and in
+its communication scheduling (``sink_waits``, ``raise_comms``, reordering) like torch's collectives.
 """
 
 from __future__ import annotations
@@ -46,30 +46,26 @@ def start(op: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     return ir.TensorBox.create(node)
 
 
-def start_in_place(op: Any, inputs: Any, *args: Any) -> Any:
-    """Copies of ``inputs`` with a node that starts the in-place ``op`` on them.
+def start_reusing(op: Any, in_place: Any, inputs: Any, *args: Any) -> Any:
+    """Starts ``op`` as ``in_place`` on a copy of ``inputs``.
 
-    Inductor elides a copy whose source is not needed any more, so the functional op costs no more
-    than the in-place one.
+    Inductor elides the copy where nobody needs its source any more, so the functional op costs no
+    more than the in-place one.
     """
     from torch._inductor import config, ir
     from torch._inductor.lowering import clone
     from torch._inductor.virtualized import V
 
-    def fresh(box: Any) -> Any:
-        copy = clone(box)
-        copy.realize()
-        if config.reorder_for_compute_comm_overlap:
-            # Fused with later work, the copy would hold the collective back.
-            V.graph.no_fuse_buffer_names.add(copy.get_name())
-        return ir.ExternKernel.require_contiguous(copy)
-
-    if isinstance(inputs, (list, tuple)):
-        copies = [fresh(box) for box in inputs]
-        ir._CollectiveKernel.create_inplace(op, copies, *args)
-        return copies
-    copy = fresh(inputs)
-    ir._CollectiveKernel.create_inplace(op, copy, *args)
+    if V.graph.cpp_wrapper:
+        # There, a custom op is called through its schema, which cannot express the in-place form.
+        return start(op, inputs, *args)
+    copy = clone(inputs)
+    copy.realize()
+    if config.reorder_for_compute_comm_overlap:
+        # Fused with later work, the copy would hold the collective back.
+        V.graph.no_fuse_buffer_names.add(copy.get_name())
+    copy = ir.ExternKernel.require_contiguous(copy)
+    ir._CollectiveKernel.create_inplace(in_place, copy, *args)
     return copy
 
 

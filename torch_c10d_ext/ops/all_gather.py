@@ -22,8 +22,8 @@ def all_gather(
     """Concatenates tensors of uneven lengths over all ranks; every rank gets the result.
 
     Args:
-        self: on rank i a tensor with ``gather_dim`` of length ``sizes[i]``, the other dimensions and the
-            dtype the same on every rank; left untouched.
+        self: on rank i a tensor with ``gather_dim`` of length ``sizes[i]``, the other dimensions
+            and the dtype the same on every rank; left untouched.
         sizes: every rank's length, the same list on every rank; 0 is a length.
         group: the ranks that take part, see :data:`torch_c10d_ext.functional.Group`.
         tag: tells groups of the same ranks apart where ``group`` is a list of ranks.
@@ -33,8 +33,8 @@ def all_gather(
         A tensor with ``gather_dim`` of length ``sum(sizes)``, rank by rank.
 
     Raises:
-        ValueError: ``sizes`` is not one length per rank, negative, or not self's; a scalar; ``gather_dim``
-            out of range; unknown group.
+        ValueError: ``sizes`` is not one length per rank, negative, or not self's; a scalar;
+            ``gather_dim`` out of range; unknown group.
 
     Gradient:
         ``reduce_scatter(grad, "sum", sizes)``.

@@ -20,7 +20,8 @@ def all_gather_single(self: Tensor, gather_dim: int, group: Group = None, tag: s
     """Concatenates all ranks' tensors along a dimension; every rank gets the result.
 
     Args:
-        self: shape ``(d0, d1, ...)``, the same on every rank, any strides and dtype; left untouched.
+        self: shape ``(d0, d1, ...)``, the same on every rank, any strides and dtype; left
+        untouched.
         gather_dim: the dimension to concatenate along, negative ones count from the end.
         group: the ranks that take part, see :data:`torch_c10d_ext.functional.Group`.
         tag: tells groups of the same ranks apart where ``group`` is a list of ranks.
@@ -137,7 +138,8 @@ def all_gather_inplace(
     """Writes rank i's ``tensor`` into ``tensor_list[i]``, and returns the list.
 
     Raises:
-        ValueError: ``async_op`` is set, or the list does not hold one tensor of the right shape per rank.
+        ValueError: ``async_op`` is set, or the list does not hold one tensor of the right shape per
+        rank.
     """
     if async_op:
         raise ValueError(

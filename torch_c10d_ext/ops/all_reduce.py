@@ -30,8 +30,8 @@ def all_reduce(
     Args:
         self: any shape, strides and dtype; left untouched.
         reduceOp: ``sum``, ``avg``, ``product``, ``min``, ``max``, ``band``, ``bor``, ``bxor`` or
-            ``premul_sum``, in any case. Half, bfloat16 and float8 values are accumulated in float32 on
-            CPU. ``sum`` and ``product`` of bools are or and and.
+            ``premul_sum``, in any case. Half, bfloat16 and float8 values are accumulated in float32
+            on CPU. ``sum`` and ``product`` of bools are or and and.
         group: the ranks that take part, see :data:`torch_c10d_ext.functional.Group`.
         tag: tells groups of the same ranks apart where ``group`` is a list of ranks.
         factor: what this rank's input is multiplied with first (``premul_sum`` alone).
@@ -41,13 +41,14 @@ def all_reduce(
 
     Raises:
         ValueError: unknown ``reduceOp`` or group; ``factor`` missing or out of place.
-        TypeError: ``reduceOp`` has no meaning for self's dtype (``avg`` of integers, ``min`` of complex
-            values, ``band`` of floats).
+        TypeError: ``reduceOp`` has no meaning for self's dtype (``avg`` of integers, ``min`` of
+            complex values, ``band`` of floats).
 
     Gradient:
-        ``sum``: the sum of all ranks' gradients; ``avg``: their mean; ``premul_sum``: their sum times
-        the conjugate of ``factor``; ``min``/``max``: their sum for the ranks that hold the winning value,
-        shared evenly; ``product``: their sum times the product of the other ranks' values.
+        ``sum``: the sum of all ranks' gradients; ``avg``: their mean; ``premul_sum``: their sum
+        times the conjugate of ``factor``; ``min``/``max``: their sum for the ranks that hold the
+        winning value, shared evenly; ``product``: their sum times the product of the other ranks'
+        values.
 
     Example, 2 ranks::
 
@@ -163,8 +164,8 @@ class _ReduceFromGroup(torch.autograd.Function):
 def copy_to_group(self: Tensor, group: Group = None, tag: str = "") -> Tensor:
     """The entry of a tensor-parallel region: identity forward, all_reduce(sum) backward.
 
-    Every rank holds the same ``self`` and uses it with its own shard of the weights, so its gradient is
-    the sum of what the ranks found: Megatron-LM's f (Shoeybi et al. 2019, section 3).
+    Every rank holds the same ``self`` and uses it with its own shard of the weights, so its
+    gradient is the sum of what the ranks found: Megatron-LM's f (Shoeybi et al. 2019, section 3).
 
     Args:
         self: the same values on every rank.
@@ -228,7 +229,7 @@ for _name, _each in {
 @_inductor.lowering(_op)
 def _lowering(input: Any, reduce_op: str, group_name: str, *, factor: Any = None) -> Any:
     input, reduce_op = _inductor.premultiplied(input, reduce_op, factor)
-    return _inductor.start_in_place(_op_, input, reduce_op, group_name)
+    return _inductor.start_reusing(_op, _op_, input, reduce_op, group_name)
 
 
 @_inductor.lowering(_coalesced)

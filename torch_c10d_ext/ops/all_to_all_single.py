@@ -36,9 +36,9 @@ def all_to_all_single(
         A tensor of shape ``(sum(output_split_sizes), ...)``.
 
     Raises:
-        ValueError: the sizes are not one per rank, negative, do not sum to ``rows``, or disagree about
-            what this rank sends itself; only one of them is given; ``rows`` is indivisible where
-            neither is; unknown group.
+        ValueError: the sizes are not one per rank, negative, do not sum to ``rows``, or disagree
+            about what this rank sends itself; only one of them is given; ``rows`` is indivisible
+            where neither is; unknown group.
 
     Gradient:
         ``all_to_all_single(grad, input_split_sizes, output_split_sizes)``.

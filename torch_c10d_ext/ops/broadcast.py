@@ -21,8 +21,8 @@ def broadcast(self: Tensor, src: int, group: Group = None, tag: str = "") -> Ten
     """Gives every rank the tensor of rank ``src``.
 
     Args:
-        self: shape and dtype the same on every rank, any strides; values count on ``src`` alone; left
-            untouched.
+        self: shape and dtype the same on every rank, any strides; values count on ``src`` alone;
+            left untouched.
         src: the sending rank, counted within the group.
         group: the ranks that take part, see :data:`torch_c10d_ext.functional.Group`.
         tag: tells groups of the same ranks apart where ``group`` is a list of ranks.
@@ -85,7 +85,7 @@ for _name, _each in {
 
 @_inductor.lowering(_op)
 def _lowering(input: Any, src: int, group_name: str) -> Any:
-    return _inductor.start_in_place(_op_, input, src, group_name)
+    return _inductor.start_reusing(_op, _op_, input, src, group_name)
 
 
 @_inductor.lowering(_coalesced)

@@ -34,8 +34,9 @@ def reduce(
         tag: tells groups of the same ranks apart where ``group`` is a list of ranks.
 
     Returns:
-        A tensor of self's shape: the reduction on ``dst``, zeros on every other rank, which makes it the
-        exact adjoint of ``broadcast``. (The in-place op leaves the other ranks' tensors alone.)
+        A tensor of self's shape: the reduction on ``dst``, zeros on every other rank, which makes
+        it the exact adjoint of ``broadcast``. (The in-place op leaves the other ranks' tensors
+        alone.)
 
     Raises:
         ValueError: ``dst`` is no rank of the group; unknown ``reduceOp`` or group.

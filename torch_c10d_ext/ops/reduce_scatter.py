@@ -29,8 +29,8 @@ def reduce_scatter(
     """Reduces a tensor over all ranks and hands rank i ``sizes[i]`` of the result.
 
     Args:
-        self: the same shape and dtype on every rank, with ``scatter_dim`` of length ``sum(sizes)``; left
-            untouched.
+        self: the same shape and dtype on every rank, with ``scatter_dim`` of length ``sum(sizes)``;
+            left untouched.
         reduceOp, factor: as for :func:`torch_c10d_ext.functional.all_reduce`.
         sizes: every rank's length, the same list on every rank; 0 is a length.
         group: the ranks that take part, see :data:`torch_c10d_ext.functional.Group`.
@@ -41,8 +41,8 @@ def reduce_scatter(
         On rank i a tensor with ``scatter_dim`` of length ``sizes[i]``.
 
     Raises:
-        ValueError: ``sizes`` is not one length per rank, negative, or does not sum to self's length; a
-            scalar; ``scatter_dim`` out of range; unknown ``reduceOp`` or group.
+        ValueError: ``sizes`` is not one length per rank, negative, or does not sum to self's
+            length; a scalar; ``scatter_dim`` out of range; unknown ``reduceOp`` or group.
         TypeError: ``reduceOp`` has no meaning for self's dtype.
 
     Gradient:

@@ -30,8 +30,8 @@ def reduce_scatter_single(
     Args:
         self: the same shape on every rank, any strides and dtype; left untouched.
         reduceOp: as for :func:`torch_c10d_ext.functional.all_reduce`.
-        scatter_dim: the dimension to split, of a length divisible by the group's size N; negative ones
-            count from the end.
+        scatter_dim: the dimension to split, of a length divisible by the group's size N; negative
+            ones count from the end.
         group, tag: the ranks that take part, see :data:`torch_c10d_ext.functional.Group`.
         factor: what this rank's input is multiplied with first (``premul_sum`` alone).
 
@@ -39,12 +39,13 @@ def reduce_scatter_single(
         A tensor of self's shape with ``scatter_dim`` one N-th as long: part r on rank r.
 
     Raises:
-        ValueError: ``scatter_dim`` out of range or of indivisible length; unknown ``reduceOp`` or group.
+        ValueError: ``scatter_dim`` out of range or of indivisible length; unknown ``reduceOp`` or
+        group.
         TypeError: ``reduceOp`` has no meaning for self's dtype.
 
     Gradient:
-        ``sum``: ``all_gather_single(grad, scatter_dim)``; the other reduce ops as ``all_reduce`` has it,
-        with the gathered gradient in place of the summed one.
+        ``sum``: ``all_gather_single(grad, scatter_dim)``; the other reduce ops as ``all_reduce``
+        has it, with the gathered gradient in place of the summed one.
 
     Example, 2 ranks::
 
@@ -108,8 +109,8 @@ def reduce_scatter_single_coalesced(
         One result per tensor, as :func:`reduce_scatter_single` would give it.
 
     Raises:
-        ValueError, TypeError: as :func:`reduce_scatter_single`; not one dimension per tensor, an empty
-            list, mixed dtypes or devices.
+        ValueError, TypeError: as :func:`reduce_scatter_single`; not one dimension per tensor, an
+            empty list, mixed dtypes or devices.
 
     Gradient:
         As :func:`reduce_scatter_single`, in one message too.

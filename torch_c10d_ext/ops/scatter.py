@@ -27,10 +27,10 @@ def scatter(
     """Hands each rank its equal part of one rank's tensor.
 
     Args:
-        self: on ``src`` the values to hand out, with ``scatter_dim`` of a length divisible by the group's
-            size N; left untouched. Elsewhere the values do not count: a tensor of src's shape where
-            ``size`` is None, else any tensor with src's other dimensions and dtype, one with
-            ``scatter_dim`` of length 0, say.
+        self: on ``src`` the values to hand out, with ``scatter_dim`` of a length divisible by the
+            group's size N; left untouched. Elsewhere the values do not count: a tensor of src's
+            shape where ``size`` is None, else any tensor with src's other dimensions and dtype, one
+            with ``scatter_dim`` of length 0, say.
         src: the sending rank, counted within the group.
         group: the ranks that take part, see :data:`torch_c10d_ext.functional.Group`.
         tag: tells groups of the same ranks apart where ``group`` is a list of ranks.

@@ -13,9 +13,9 @@ _op = torch.ops.c10d_ext.wait_tensor.default
 def wait_tensor(tensor: Tensor) -> Tensor:
     """Waits for the collective that writes ``tensor``, and returns ``tensor``.
 
-    Waiting blocks the caller on CPU; on CUDA it orders the current stream after the collective. Waiting
-    twice, or for a tensor that no collective writes, does nothing. Works of torch's own functional
-    collectives are waited for as well, and torch's ``wait_tensor`` waits for ours.
+    Waiting blocks the caller on CPU; on CUDA it orders the current stream after the collective.
+    Waiting twice, or for a tensor that no collective writes, does nothing. Works of torch's own
+    functional collectives are waited for as well, and torch's ``wait_tensor`` waits for ours.
 
     Args:
         tensor: the result of a start op, any view of it, or a tensor written in place by one.
@@ -24,7 +24,8 @@ def wait_tensor(tensor: Tensor) -> Tensor:
         ``tensor`` with its values in place; a plain tensor for an ``AsyncCollectiveTensor``.
 
     Raises:
-        torch.distributed.DistBackendError: the collective failed; the text names op, rank and group.
+        torch.distributed.DistBackendError: the collective failed; the text names op, rank and
+        group.
 
     Gradient:
         The identity.
