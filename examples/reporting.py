@@ -27,10 +27,12 @@ class Report:
     def __init__(self, rank: int):
         self.quiet = rank != 0
         self.tty = sys.stdout.isatty()
+        self.drawing = False  # the cursor stands at the end of a progress bar
 
     def line(self, text: str = ""):
         if not self.quiet:
-            print(f"   {text}".rstrip(), flush=True)
+            print("\r\033[K" * self.drawing + f"   {text}".rstrip(), flush=True)
+            self.drawing = False
 
     def section(self, title: str):
         if not self.quiet:
@@ -55,8 +57,11 @@ class Report:
         room = max(0, min(40, shutil.get_terminal_size().columns - len(text) - 14))
         full = done * room // total
         bar = f"   [{'#' * full}{'.' * (room - full)}] {done / total:4.0%}  {text}"
-        end = "\n" if not self.tty or done == total else ""
-        print(("\r" if self.tty else "") + bar, end=end, flush=True)
+        print("\r\033[K" * self.drawing + bar, end="" if self.tty else "\n", flush=True)
+        self.drawing = self.tty
+        if done == total and self.tty:
+            print()
+            self.drawing = False
 
 
 class CollectiveRecorder(CustomGraphPass):

@@ -59,8 +59,8 @@ class Config:
     heads: int = 4
     layers: int = 2
     length: int = 64
-    batch: int = 32
-    lr: float = 4e-3
+    batch: int = 20
+    lr: float = 5e-3
     seed: int = 20
 
 
@@ -151,8 +151,9 @@ def unshard(mine: Params, par: Parallel) -> Params:
     """The inverse of shard: gather the slices back into full weights."""
     full = {name: w.detach() for name, w in mine.items()}
     for name, w in full.items():
-        if par.tp and split_dim(name) is not None:
-            full[name] = fc.wait_tensor(fc.all_gather_single(w, split_dim(name), par.tp))
+        dim = split_dim(name)
+        if par.tp and dim is not None:
+            full[name] = fc.wait_tensor(fc.all_gather_single(w, dim, par.tp))
     return full
 
 
@@ -269,7 +270,7 @@ def sample(full: Params, chars: str, cfg: Config, prompt: str, length: int) -> s
     ids = [chars.index(c) for c in prompt]
     for _ in range(length):
         scores = logits_of(full, torch.tensor([ids[-cfg.length :]]), cfg, Parallel())[0, -1]
-        chance = torch.softmax(scores / 0.6, -1)
+        chance = torch.softmax(scores / 0.5, -1)
         ids.append(int(torch.multinomial(chance, 1, generator=generator)))
     return "".join(chars[i] for i in ids)
 
@@ -329,11 +330,13 @@ def run(args):
     say.line(f"torch   {torch.__version__}, gloo, one thread per rank")
 
     say.section(f"Training: {cfg.steps} steps of {tokens:,} tokens")
-    say.line("One torch.compile(fullgraph=True) of the loss gives a forward and a backward graph,")
-    say.line("communication and gradient averaging inside; loss.backward() runs the second.")
+    say.line("torch.compile(fullgraph=True) makes a forward and a backward graph of the loss, all")
+    say.line("communication inside, gradient averaging too; loss.backward() runs the second one.")
+    say.line("The optimizer, a fused AdamW on this rank's shards, is not part of the graphs.")
     recorder = CollectiveRecorder()
     options = {"post_grad_custom_post_pass": recorder}
     compiled = torch.compile(loss_of, fullgraph=True, options=options)
+    say.progress(0, cfg.steps, "compiling")
     start = time.perf_counter()
 
     def redraw(step: int, loss: float):
