@@ -20,12 +20,12 @@ enum Delivery : int64_t {
 };
 
 int64_t delivery(const at::Tensor& result) {
-  constexpr c10::DispatchKeySet special(
-      {c10::DispatchKey::Python, c10::DispatchKey::Functionalize, c10::DispatchKey::Meta,
-       c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched});
+  constexpr c10::DispatchKeySet special({c10::DispatchKey::Python, c10::DispatchKey::Functionalize,
+                                         c10::DispatchKey::FuncTorchGradWrapper,
+                                         c10::DispatchKey::FuncTorchBatched});
   constexpr c10::DispatchKeySet modes({c10::DispatchKey::Python, c10::DispatchKey::PythonDispatcher,
                                        c10::DispatchKey::FuncTorchDynamicLayerFrontMode});
-  if (result.key_set().has_any(special) ||
+  if (result.is_meta() || result.key_set().has_any(special) ||
       c10::impl::tls_local_dispatch_key_set().included_.has_any(modes)) {
     return kTraced;
   }
@@ -47,9 +47,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("delivery", &delivery);
   m.def("work_of", &work_of);
   m.def("pending_count", &pending_count);
-  m.def("group_size", [](const std::string& name) {
-    return resolve_group("group_size", name).size();
-  });
+  m.def("group_size",
+        [](const std::string& name) { return resolve_group("group_size", name).size(); });
   m.def("set_single_rank_shortcut", &set_single_rank_shortcut);
   m.def("set_group_names_provider", [](py::object provider) {
     // Leaked on purpose: it may be asked while the interpreter goes down.

@@ -71,7 +71,7 @@ def group_name(group: Group, tag: str = "") -> str:
     if isinstance(group, list):
         return _name_by_ranks(group, tag)
     raise TypeError(
-        "group: must be a list of ranks, ProcessGroup, DeviceMesh, (DeviceMesh, dim), group name or "
+        "group: must be a list of ranks, ProcessGroup, DeviceMesh, (DeviceMesh, dim), name or "
         f"None, got {type(group).__name__}"
     )
 

@@ -27,7 +27,11 @@ _lowerings: dict[Any, Callable[..., Any]] = {}
 
 
 def lowering(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes the decorated function Inductor's lowering of ``op``."""
+    """Makes the decorated function Inductor's lowering of ``op``.
+
+    A collective also stays in a graph where nobody uses its result: other ranks may count on it.
+    """
+    torch.fx.node.has_side_effect(op)
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         _lowerings[op] = function

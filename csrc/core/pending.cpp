@@ -214,19 +214,22 @@ class PendingWork : public c10d::Work {
 
   // Called when the backend's work is over, from whichever thread notices first.
   void complete(std::exception_ptr error) {
+    // Destroyed last, without the lock: freeing a tensor may need the GIL, whose holder may be
+    // waiting for the lock.
+    Finish finish;
     std::unique_lock<std::mutex> lock(finish_mutex_);
     if (is_done()) {
       return;
     }
-    if (!error && finish_) {
+    finish.swap(finish_);
+    if (!error && finish) {
       try {
         at::AutoDispatchBelowADInplaceOrView below_autograd;
-        finish_();
+        finish();
       } catch (...) {
         error = std::current_exception();
       }
     }
-    finish_ = nullptr;
     c10::intrusive_ptr<c10d::Work> inner;
     c10::intrusive_ptr<c10::ivalue::Future> future;
     std::vector<at::Tensor> outputs;

@@ -17,8 +17,9 @@ at::Tensor wait_tensor_autograd(c10::DispatchKeySet keys, const at::Tensor& tens
   constexpr c10::DispatchKeySet transformed(
       {c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched});
   const bool in_transform = keys.has_any(transformed);
-  const bool traced = keys.has_any(c10::DispatchKeySet(
-      {c10::DispatchKey::Python, c10::DispatchKey::Functionalize, c10::DispatchKey::Meta}));
+  const bool traced =
+      tensor.is_meta() || keys.has_any(c10::DispatchKeySet(
+                              {c10::DispatchKey::Python, c10::DispatchKey::Functionalize}));
   if (!in_transform && !traced) {
     // The tensor itself, history and all: nothing to record.
     wait(tensor);

@@ -115,7 +115,10 @@ def all_gather_tensor_inplace(
     tag: str = "",
     gather_dim: int = 0,
 ) -> Tensor:
-    """Writes ``all_gather_single(input_tensor, gather_dim)`` into ``output_tensor``, and returns it.
+    """Writes ``all_gather_single(input_tensor, gather_dim)`` into ``output_tensor``.
+
+    Returns:
+        ``output_tensor``.
 
     Raises:
         ValueError: ``async_op`` is set; or as :func:`all_gather_single`.

@@ -58,8 +58,9 @@ def all_to_all_single(
         size = group_size(name)
         if output_split_sizes is not None or input_split_sizes is not None:
             raise ValueError(
-                "all_to_all_single: output_split_sizes and input_split_sizes must be given together "
-                f"or not at all, got {output_split_sizes} and {input_split_sizes} {where(name)}"
+                "all_to_all_single: output_split_sizes and input_split_sizes must be given "
+                "together or not at all, "
+                f"got {output_split_sizes} and {input_split_sizes} {where(name)}"
             )
         if self.dim() == 0 or self.size(0) % size != 0:
             raise ValueError(
