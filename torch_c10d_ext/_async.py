@@ -180,6 +180,10 @@ class AsyncCollectiveTensor(_TorchAsyncCollectiveTensor):
         )
 
     def set_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if _delivery(self.elem) not in (_READY, _IN_FLIGHT):
+            # Tracers give a fake copy its original's storage; the values, and so the storage that
+            # counts, are elem's.
+            return self
         raise RuntimeError(
             "AsyncCollectiveTensor: set_ needs a plain tensor, got the result of a collective; "
             "call .wait() and set what it returns"

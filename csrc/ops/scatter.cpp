@@ -1,5 +1,7 @@
 // scatter: rank r gets the r-th equal part of rank src's input along dim 0.
 
+#include <ATen/ops/cat.h>
+
 #include "core/op.h"
 
 namespace c10d_ext {
@@ -51,7 +53,12 @@ at::Tensor scatter_autograd(c10::DispatchKeySet keys, const at::Tensor& input, i
         d.adjoint = [src, is_src = group.rank() == src, sizes = input.sym_sizes().vec(),
                      name = group.name()](const Tensors& grads, const Tensors&) {
           const at::Tensor grad = call::gather(grads[0], src, name);
-          return Tensors{is_src ? grad : grads[0].new_zeros_symint(sizes)};
+          if (is_src) {
+            return Tensors{grad};
+          }
+          // Zeros that hang on the gather's empty result: src waits for this rank in every
+          // derivative.
+          return Tensors{at::cat({grad, grads[0].new_zeros_symint(sizes)})};
         };
         d.tangent = [src, size, name = group.name()](const Tensors& tangents) {
           return Tensors{call::scatter(tangents[0], src, name, size)};

@@ -14,9 +14,9 @@ at::Tensor wait_tensor(const at::Tensor& tensor) {
 C10D_EXT_HANDLE(wait_tensor, "wait_tensor")
 
 at::Tensor wait_tensor_autograd(c10::DispatchKeySet keys, const at::Tensor& tensor) {
-  constexpr c10::DispatchKeySet transformed(
-      {c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched});
-  const bool in_transform = keys.has_any(transformed);
+  // Asked of the tensor: a transform's interpreter hides its wrappers' keys from `keys`.
+  const bool in_transform = tensor.key_set().has_any(c10::DispatchKeySet(
+      {c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched}));
   const bool traced =
       tensor.is_meta() || keys.has_any(c10::DispatchKeySet(
                               {c10::DispatchKey::Python, c10::DispatchKey::Functionalize}));
@@ -25,11 +25,14 @@ at::Tensor wait_tensor_autograd(c10::DispatchKeySet keys, const at::Tensor& tens
     wait(tensor);
     return tensor;
   }
+  // The meta function of torch's wait gives strides with gaps up; ours returns the tensor as it is.
+  const auto* impl = tensor.unsafeGetTensorImpl();
+  const bool gaps = !impl->has_symbolic_sizes_strides() && !impl->is_non_overlapping_and_dense();
   return differentiable(
       tensor,
       [&] {
-        return in_transform ? wait_tensor_handle().redispatch(below_autograd(keys), tensor)
-                            : traced_wait(tensor);
+        return in_transform || gaps ? wait_tensor_handle().redispatch(below_autograd(keys), tensor)
+                                    : traced_wait(tensor);
       },
       [] {
         return Derivative{"WaitTensorBackward",
