@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
-
-def where(name: str) -> str:
-    """The end of an error text: this rank and the group."""
-    group = c10d._resolve_process_group(name)  # type: ignore[arg-type]
-    return f"(rank {group.rank()}/{group.size()}, group '{name}')"
+from torch_c10d_ext._groups import where
 
 
 def check_dim(op: str, argument: str, dim: int, input: Tensor, name: str) -> int:

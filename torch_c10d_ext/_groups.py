@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_c10d_ext import _C
-
-_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 # A group as users name it: its ranks (one list, or one list per group of a mesh), a ProcessGroup, a
 # 1-D DeviceMesh, a dimension of a mesh, a registered name, or None for the default group.
@@ -78,9 +75,18 @@ def group_name(group: Group, tag: str = "") -> str:
 
 def group_size(name: str) -> int:
     """The number of ranks of the group registered as ``name``."""
-    if _is_dynamo_compiling():
-        return c10d._get_group_size_by_name(name)  # which Dynamo knows to be a constant
     return _C.group_size(name)
+
+
+def where(name: str) -> str:
+    """The end of an error text: this rank and the group."""
+    return _C.where(name)
+
+
+# Dynamo asks once, while it traces: a group does not change under its name. (This is what
+# torch.compiler.assume_constant_result does, which would import all of Dynamo here.)
+group_size._dynamo_marked_constant = True  # type: ignore[attr-defined]
+where._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _mesh_group_name(mesh: DeviceMesh, dim: int) -> str:

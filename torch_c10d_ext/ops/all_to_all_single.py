@@ -10,8 +10,7 @@ from torch import Tensor
 
 from torch_c10d_ext import _inductor, _vmap
 from torch_c10d_ext._async import deliver
-from torch_c10d_ext._dims import where
-from torch_c10d_ext._groups import Group, group_name, group_size
+from torch_c10d_ext._groups import Group, group_name, group_size, where
 
 _op = torch.ops.c10d_ext.all_to_all_single.default
 

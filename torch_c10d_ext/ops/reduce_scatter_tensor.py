@@ -9,8 +9,8 @@ from torch import Tensor
 
 from torch_c10d_ext import _inductor, _vmap
 from torch_c10d_ext._async import deliver
-from torch_c10d_ext._dims import check_dim, dim_to_rows, where
-from torch_c10d_ext._groups import Group, group_name, group_size
+from torch_c10d_ext._dims import check_dim, dim_to_rows
+from torch_c10d_ext._groups import Group, group_name, group_size, where
 
 _op = torch.ops.c10d_ext.reduce_scatter_tensor.default
 _coalesced = torch.ops.c10d_ext.reduce_scatter_tensor_coalesced.default

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from torch_c10d_ext import _vmap
+from torch_c10d_ext._async import AsyncCollectiveTensor
 
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _op = torch.ops.c10d_ext.wait_tensor.default
 
 
@@ -37,6 +39,10 @@ def wait_tensor(tensor: Tensor) -> Tensor:
 
     Source: csrc/ops/wait_tensor.cpp
     """
+    if type(tensor) is AsyncCollectiveTensor and not (
+        _is_dynamo_compiling() or tensor.requires_grad
+    ):
+        return tensor.trigger_wait()
     return _op(tensor)
 
 
