@@ -1,0 +1,64 @@
+"""Many small tensors: one coalesced call against one call each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import _torch as theirs
+from benchmarks._measure import Case, Timings, measure
+from benchmarks.functional import wait_all_ours
+from torch_c10d_ext import functional as ours
+
+TORCH, OURS = "torch", "ours"
+TORCH_SINGLE, OURS_SINGLE = "torch, 64 calls", "ours, 64 calls"
+COUNT, SIZE = 64, 4 << 10
+
+
+def many(seconds: float, device: str) -> list[Timings]:
+    """64 tensors of 4 KiB; the single calls are all started before the first wait."""
+    group = dist.group.WORLD
+    assert group is not None
+    xs = [
+        torch.arange(SIZE // 4, dtype=torch.float32, device=device) % 64 + i for i in range(COUNT)
+    ]
+    dims = [0] * COUNT
+
+    def case(name: str, torch_single: Any, single: Any, torch_coalesced: Any, mine: Any) -> Case:
+        peers = {
+            TORCH: lambda: theirs.wait_all(torch_coalesced()),
+            OURS: lambda: wait_all_ours(mine()),
+            TORCH_SINGLE: lambda: theirs.wait_all([torch_single(x) for x in xs]),
+            OURS_SINGLE: lambda: wait_all_ours([single(x) for x in xs]),
+        }
+        return Case(name, peers, f"{COUNT} x {SIZE >> 10} KiB")
+
+    return measure(
+        [
+            case(
+                "all_reduce",
+                lambda x: theirs.all_reduce(x, "sum", group),
+                lambda x: ours.all_reduce(x, "sum", group),
+                lambda: theirs.all_reduce_coalesced(xs, "sum", group),
+                lambda: ours.all_reduce_coalesced(xs, "sum", group),
+            ),
+            case(
+                "all_gather_single",
+                lambda x: theirs.all_gather_single(x, 0, group),
+                lambda x: ours.all_gather_single(x, 0, group),
+                lambda: theirs.all_gather_single_coalesced(xs, group),
+                lambda: ours.all_gather_single_coalesced(xs, group),
+            ),
+            case(
+                "reduce_scatter_single",
+                lambda x: theirs.reduce_scatter_single(x, "sum", 0, group),
+                lambda x: ours.reduce_scatter_single(x, "sum", 0, group),
+                lambda: theirs.reduce_scatter_single_coalesced(xs, "sum", dims, group),
+                lambda: ours.reduce_scatter_single_coalesced(xs, "sum", dims, group),
+            ),
+        ],
+        seconds,
+        device,
+    )
