@@ -67,6 +67,8 @@ def group_name(group: Group, tag: str = "") -> str:
         )
     if isinstance(group, list):
         return _name_by_ranks(group, tag)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group: this rank must be in the group, got a group of other ranks")
     raise TypeError(
         "group: must be a list of ranks, ProcessGroup, DeviceMesh, (DeviceMesh, dim), name or "
         f"None, got {type(group).__name__}"
