@@ -32,6 +32,15 @@ int64_t delivery(const at::Tensor& result) {
   return is_pending(result) ? kInFlight : kReady;
 }
 
+// A wrapper has no memory of its own: whoever asks for its data pointer, from C or C++ code that
+// knows nothing of wrappers, gets this error instead of a null pointer to read from.
+void seal(const at::Tensor& wrapper) {
+  wrapper.storage().unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(
+      "AsyncCollectiveTensor: its memory must be reached through .wait(), got a request for its "
+      "data "
+      "pointer");
+}
+
 }  // namespace
 }  // namespace c10d_ext
 
@@ -45,6 +54,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("TRACED") = static_cast<int64_t>(kTraced);
 
   m.def("delivery", &delivery);
+  m.def("seal", &seal);
   m.def("work_of", &work_of);
   m.def("pending_count", &pending_count);
   m.def("group_size",

@@ -75,6 +75,7 @@ class AsyncCollectiveTensor(_TorchAsyncCollectiveTensor):
             device=elem.device,
             requires_grad=elem.requires_grad,
         )
+        _C.seal(wrapper)
         wrapper.elem = elem
         wrapper.completed = False
         return wrapper

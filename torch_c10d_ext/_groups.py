@@ -99,16 +99,26 @@ def _mesh_group_name(mesh: DeviceMesh, dim: int) -> str:
 def _name_by_ranks(ranks: list[int] | list[list[int]], tag: str) -> str:
     if ranks and isinstance(ranks[0], list):
         rows: list[list[int]] = ranks  # type: ignore[assignment]
-        sizes = {len(row) for row in rows}
-        if len(sizes) != 1:
+        if len({len(row) for row in rows}) != 1:
             raise ValueError(f"group: the lists of ranks must have one size, got {rows}")
         here = [row for row in rows if dist.get_rank() in row]
         if len(here) != 1:
             raise ValueError(
                 f"group: rank {dist.get_rank()} must be in exactly one of the lists, got {rows}"
             )
-        return c10d._resolve_group_name_by_ranks_and_tag(here[0], tag)
-    return c10d._resolve_group_name_by_ranks_and_tag(ranks, tag)  # type: ignore[arg-type]
+        members = here[0]
+    else:
+        members = ranks  # type: ignore[assignment]
+    world = range(dist.get_world_size())
+    if not members or len(set(members)) != len(members) or not set(members) <= set(world):
+        raise ValueError(
+            f"group: must list different ranks of the world, 0 to {world[-1]}, got {members}"
+        )
+    if dist.get_rank() not in members:
+        raise ValueError(
+            f"group: this rank must be in the group, got ranks {members} on rank {dist.get_rank()}"
+        )
+    return c10d._resolve_group_name_by_ranks_and_tag(members, tag)
 
 
 def known_names() -> str:

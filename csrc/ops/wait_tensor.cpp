@@ -1,5 +1,7 @@
 // wait_tensor: the end of every collective.
 
+#include <ATen/ops/alias.h>
+
 #include "core/op.h"
 #include "core/pending.h"
 
@@ -8,7 +10,8 @@ namespace {
 
 at::Tensor wait_tensor(const at::Tensor& tensor) {
   wait(tensor);
-  return tensor;
+  // Below autograd an op must not return its very argument.
+  return at::alias(tensor);
 }
 
 C10D_EXT_HANDLE(wait_tensor, "wait_tensor")
@@ -18,9 +21,10 @@ at::Tensor wait_tensor_autograd(c10::DispatchKeySet keys, const at::Tensor& tens
   const bool in_transform = tensor.key_set().has_any(c10::DispatchKeySet(
       {c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched}));
   const bool traced =
-      tensor.is_meta() || keys.has_any(c10::DispatchKeySet(
+      tensor.is_meta() || tensor.key_set().has_any(c10::DispatchKeySet(
                               {c10::DispatchKey::Python, c10::DispatchKey::Functionalize}));
-  if (!in_transform && !traced) {
+  const bool watched = keys.has(c10::DispatchKey::Python);  // by a dispatch mode
+  if (!in_transform && !traced && !watched) {
     // The tensor itself, history and all: nothing to record.
     wait(tensor);
     return tensor;
@@ -31,8 +35,9 @@ at::Tensor wait_tensor_autograd(c10::DispatchKeySet keys, const at::Tensor& tens
   return differentiable(
       tensor,
       [&] {
-        return in_transform || gaps ? wait_tensor_handle().redispatch(below_autograd(keys), tensor)
-                                    : traced_wait(tensor);
+        return in_transform || gaps || !traced
+                   ? wait_tensor_handle().redispatch(below_autograd(keys), tensor)
+                   : traced_wait(tensor);
       },
       [] {
         return Derivative{"WaitTensorBackward",

@@ -144,6 +144,10 @@ class _CopyToGroup(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return all_reduce(grad, "sum", ctx.name), None
 
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return tangent.view_as(tangent)
+
 
 class _ReduceFromGroup(torch.autograd.Function):
     generate_vmap_rule = True
@@ -154,11 +158,15 @@ class _ReduceFromGroup(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
-        pass
+        ctx.name = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return all_reduce(tangent, "sum", ctx.name)
 
 
 def copy_to_group(self: Tensor, group: Group = None, tag: str = "") -> Tensor:
