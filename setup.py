@@ -46,10 +46,13 @@ def flag(name: str) -> bool | None:
 
 
 def put_ninja_on_path() -> None:
-    """Finds the ninja installed beside this Python even when its environment is not activated."""
-    if not shutil.which("ninja"):
-        bin_dir = str(Path(sys.executable).parent)
-        os.environ["PATH"] = os.pathsep.join([bin_dir, os.environ.get("PATH", "")])
+    """Uses the ninja installed beside this Python, also when its environment is not activated.
+
+    Always the same one: ninja starts over when it meets the log of another version.
+    """
+    bin_dir = Path(sys.executable).parent
+    if (bin_dir / "ninja").exists():
+        os.environ["PATH"] = os.pathsep.join([str(bin_dir), os.environ.get("PATH", "")])
 
 
 def use_ccache() -> None:
