@@ -1,0 +1,24 @@
+"""Fixtures of the whole suite."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests import harness
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _worker_pools() -> Iterator[None]:
+    yield
+    harness.shutdown()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `cuda` run wherever there is a GPU, and fail without one where it is due."""
+    if torch.cuda.is_available() or os.environ.get("C10D_EXT_FAIL_WITHOUT_CUDA") == "1":
+        return
+    for item in items:
+        if item.get_closest_marker("cuda"):
+            item.add_marker(pytest.mark.skip(reason="no GPU at hand"))

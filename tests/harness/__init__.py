@@ -1,0 +1,5 @@
+"""Persistent worker processes: `run` calls a function on every rank of a process group."""
+
+from tests.harness.pool import WorkersFailed, run, shutdown
+
+__all__ = ["WorkersFailed", "run", "shutdown"]

@@ -1,0 +1,103 @@
+"""all_reduce: every rank gets the reduction of all ranks' inputs."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from tests.contract import (
+    COALESCED,
+    COALESCED_INPLACE,
+    FUNCTIONAL,
+    INPLACE,
+    ODD_SHAPES,
+    OUT,
+    Bad,
+    Case,
+    Collective,
+    Contract,
+)
+from tests.harness.values import reduce_reference
+
+
+class AllReduce(Collective):
+    stem = "all_reduce"
+    forms = (FUNCTIONAL, INPLACE, OUT, COALESCED, COALESCED_INPLACE)
+    reduces = True
+    replicated = True
+
+    def cases(self, n: int) -> Iterable[Case]:
+        yield Case.alike(n, (4, 3))
+
+    def odd_cases(self, n: int) -> Iterable[Case]:
+        return [Case.alike(n, shape) for shape in ((), *ODD_SHAPES)]
+
+    def reference(self, case: Case, xs: list[Tensor]) -> list[Tensor]:
+        op, *_ = case.args[0]
+        y = reduce_reference(xs, op, case.kwargs.get("factor"))
+        return [y for _ in xs]
+
+    def bad_calls(self, n: int, rank: int) -> Iterable[Bad]:
+        names = "sum, avg, product, min, max, band, bor, bxor, premul_sum"
+        yield Bad(
+            lambda ops, group: ops.all_reduce(torch.ones(2), "foo", group),
+            f"reduce_op must be one of {names}, got 'foo'",
+        )
+        yield Bad(lambda ops, group: ops.all_reduce_(torch.ones(2), "", group), "got ''")
+        yield Bad(
+            lambda ops, group: ops.all_reduce(torch.ones(2), "sum", "nope"),
+            "group_name must name a process group of this process (known: ",
+        )
+        yield Bad(lambda ops, group: ops.all_reduce(torch.ones(2), "premul_sum", group), "factor")
+        yield Bad(
+            lambda ops, group: ops.all_reduce(torch.ones(2), "sum", group, factor=2.0), "factor"
+        )
+        ints, floats, zs = torch.int32, torch.float32, torch.complex64
+        for op, dtype in (
+            ("avg", ints),
+            ("avg", torch.bool),
+            ("premul_sum", torch.bool),
+            ("min", zs),
+            ("max", zs),
+            ("band", zs),
+            ("bor", floats),
+            ("bxor", torch.bfloat16),
+        ):
+            factor = {"factor": 2} if op == "premul_sum" else {}
+            yield Bad(
+                lambda ops, group, op=op, dtype=dtype, factor=factor: ops.all_reduce(
+                    torch.ones(2, dtype=dtype), op, group, **factor
+                ),
+                op,
+                TypeError,
+            )
+        yield Bad(
+            lambda ops, group: ops.all_reduce_out(torch.ones(2), "sum", group, out=torch.empty(3)),
+            "out",
+        )
+        yield Bad(
+            lambda ops, group: ops.all_reduce_out(
+                torch.ones(2), "sum", group, out=torch.empty(2, dtype=torch.float64)
+            ),
+            "out",
+            TypeError,
+        )
+        yield Bad(
+            lambda ops, group: ops.all_reduce_coalesced(
+                [torch.ones(2), torch.ones(2, dtype=torch.float64)], "sum", group
+            ),
+            "dtype",
+            TypeError,
+        )
+        yield Bad(
+            lambda ops, group: ops.all_reduce_(torch.ones(3, requires_grad=True), "sum", group),
+            "all_reduce_",
+            RuntimeError,
+        )
+
+
+COLLECTIVE = AllReduce()
+
+
+class TestAllReduce(Contract):
+    pass

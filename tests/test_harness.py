@@ -1,0 +1,69 @@
+"""The harness itself: results by rank, failures with every rank's traceback, clean recovery."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import WorkersFailed, run
+
+
+def _identify(offset: int) -> tuple[int, int, int]:
+    return offset + dist.get_rank(), dist.get_world_size(), torch.get_num_threads()
+
+
+def _pid() -> int:
+    return os.getpid()
+
+
+def _all_reduce() -> float:
+    x = torch.tensor([float(dist.get_rank() + 1)])
+    dist.all_reduce(x)
+    return x.item()
+
+
+def _fail_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise ValueError(f"rank {rank} says no")
+    dist.all_reduce(torch.ones(1))
+
+
+def _hang_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(60)
+
+
+def _die_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os.abort()
+    dist.all_reduce(torch.ones(1))
+
+
+def test_returns_results_by_rank() -> None:
+    assert run(3, _identify, 10) == [(10, 3, 1), (11, 3, 1), (12, 3, 1)]
+
+
+def test_reuses_workers() -> None:
+    assert run(2, _pid) == run(2, _pid)
+
+
+def test_reports_the_traceback_of_the_failing_rank_and_recovers() -> None:
+    with pytest.raises(WorkersFailed, match="rank 1 raised(.|\n)*rank 1 says no"):
+        run(2, _fail_on, 1)
+    assert run(2, _all_reduce) == [3.0, 3.0]
+
+
+def test_reports_the_stack_of_a_stuck_rank_and_recovers() -> None:
+    started = time.monotonic()
+    with pytest.raises(WorkersFailed, match="rank 0 gave no answer(.|\n)*_hang_on"):
+        run(2, _hang_on, 0, deadline=1.0)
+    assert time.monotonic() - started < 20
+    assert run(2, _all_reduce) == [3.0, 3.0]
+
+
+def test_reports_a_dead_rank_and_recovers() -> None:
+    with pytest.raises(WorkersFailed, match="rank 1 killed by SIGABRT(.|\n)*_die_on"):
+        run(2, _die_on, 1)
+    assert run(2, _all_reduce) == [3.0, 3.0]
