@@ -56,6 +56,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("delivery", &delivery);
   m.def("seal", &seal);
   m.def("work_of", &work_of);
+  m.def("sweep", &sweep, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("pending_count", &pending_count);
   m.def("group_size",
         [](const std::string& name) { return resolve_group("group_size", name).size(); });

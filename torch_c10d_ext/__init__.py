@@ -4,6 +4,8 @@
 and for code that manages its own waits.
 """
 
+import atexit
+
 import torch
 
 from torch_c10d_ext import _C as _C
@@ -24,5 +26,6 @@ from torch_c10d_ext._async import AsyncCollectiveTensor, pending_count, work_of 
 
 _C.set_group_names_provider(_groups.known_names)
 _inductor.enable()
+atexit.register(_C.sweep)
 
 __all__ = ["AsyncCollectiveTensor", "functional", "pending_count", "work_of"]

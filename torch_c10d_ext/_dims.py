@@ -18,6 +18,14 @@ def check_dim(op: str, argument: str, dim: int, input: Tensor, name: str) -> int
     return dim % ndim
 
 
+def check_list(op: str, inputs: list[Tensor], name: str) -> None:
+    """A ValueError for an empty list, which the dispatcher could send to no kernel."""
+    if len(inputs) == 0:
+        raise ValueError(
+            f"{op}: inputs must hold at least one tensor, got an empty list {where(name)}"
+        )
+
+
 def rows_to_dim(gathered: Tensor, parts: int, dim: int) -> Tensor:
     """``parts`` tensors concatenated along dim 0, as their concatenation along ``dim``."""
     if dim == 0:

@@ -85,12 +85,6 @@ def where(name: str) -> str:
     return _C.where(name)
 
 
-# Dynamo asks once, while it traces: a group does not change under its name. (This is what
-# torch.compiler.assume_constant_result does, which would import all of Dynamo here.)
-group_size._dynamo_marked_constant = True  # type: ignore[attr-defined]
-where._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def _mesh_group_name(mesh: DeviceMesh, dim: int) -> str:
     # Not mesh.get_group(dim).group_name: Dynamo traces strings through, a ProcessGroup it may not.
     return mesh._dim_group_names[dim]
@@ -118,6 +112,9 @@ def _name_by_ranks(ranks: list[int] | list[list[int]], tag: str) -> str:
         raise ValueError(
             f"group: this rank must be in the group, got ranks {members} on rank {dist.get_rank()}"
         )
+    if c10d._find_pg_by_ranks_and_tag(tag, members) is None:
+        # Its members create it on first use; the other ranks need not know.
+        c10d._new_group_with_tag(members, pg_tag=tag or None, use_local_synchronization=True)
     return c10d._resolve_group_name_by_ranks_and_tag(members, tag)
 
 
@@ -125,3 +122,10 @@ def known_names() -> str:
     """The groups of this process, for error texts."""
     names = sorted(set(c10d._world.pg_names.values()))
     return ", ".join(f"'{name}'" for name in names) if names else "none"
+
+
+# Dynamo asks once, while it traces: a group does not change under its name. (This is what
+# torch.compiler.assume_constant_result does, which would import all of Dynamo here.)
+_name_by_ranks._dynamo_marked_constant = True  # type: ignore[attr-defined]
+group_size._dynamo_marked_constant = True  # type: ignore[attr-defined]
+where._dynamo_marked_constant = True  # type: ignore[attr-defined]

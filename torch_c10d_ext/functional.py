@@ -25,8 +25,6 @@ from torch_c10d_ext.ops.all_reduce import (
     all_reduce,
     all_reduce_coalesced,
     all_reduce_inplace,
-    copy_to_group,
-    reduce_from_group,
 )
 from torch_c10d_ext.ops.all_to_all_single import (
     all_to_all_inplace,
@@ -34,9 +32,11 @@ from torch_c10d_ext.ops.all_to_all_single import (
     all_to_all_single_autograd,
 )
 from torch_c10d_ext.ops.broadcast import broadcast, broadcast_coalesced
+from torch_c10d_ext.ops.copy_to_group import copy_to_group
 from torch_c10d_ext.ops.gather import gather
 from torch_c10d_ext.ops.permute_tensor import permute_tensor
 from torch_c10d_ext.ops.reduce import reduce
+from torch_c10d_ext.ops.reduce_from_group import reduce_from_group
 from torch_c10d_ext.ops.reduce_scatter import reduce_scatter
 from torch_c10d_ext.ops.reduce_scatter_tensor import (
     reduce_scatter_single,

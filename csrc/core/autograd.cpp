@@ -179,10 +179,13 @@ void differentiable_in_place(std::string_view op, at::TensorList inputs,
     torch::autograd::impl::bump_version(input);
   }
   if (needs_grad) {
-    auto node = make_node(derivative());
-    node->set_next_edges(torch::autograd::collect_next_edges(inputs));
+    // A node for each tensor: one of several outputs cannot be written into a view.
     for (const auto& input : inputs) {
-      torch::autograd::rebase_history(input, node);
+      if (input.requires_grad()) {
+        auto node = make_node(derivative());
+        node->set_next_edges(torch::autograd::collect_next_edges(input));
+        torch::autograd::rebase_history(input, node);
+      }
     }
   }
 }

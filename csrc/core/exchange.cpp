@@ -132,7 +132,8 @@ bool is_dense(const at::Tensor& t) {
 
 // The memory of a dense tensor as 1-D bytes.
 at::Tensor bytes_of(const at::Tensor& t) {
-  // Not view({-1}): a contiguous tensor of one element may have any stride, which bytes cannot take.
+  // Not view({-1}): a contiguous tensor of one element may have any stride, which bytes cannot
+  // take.
   const at::Tensor flat = t.as_strided({t.numel()}, {1});
   return flat.scalar_type() == at::kByte ? flat : flat.view(at::kByte);
 }

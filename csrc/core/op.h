@@ -1,5 +1,6 @@
 #pragma once
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
@@ -64,14 +65,32 @@ inline void check_has_rows(string_view op, const Group& group, const at::Tensor&
                        "input must have at least one dimension, got a scalar");
 }
 
+// Memory that a collective writes must hold every element once.
+inline void check_written(string_view op, const Group& group, string_view name,
+                          const at::Tensor& t) {
+  C10D_EXT_CHECK_VALUE(at::has_internal_overlap(t) != at::MemOverlap::Yes, op, group, name,
+                       " must hold each element at a place of its own, got shape ", t.sym_sizes(),
+                       " with strides ", t.sym_strides());
+}
+
 inline void check_same_kind(string_view op, const Group& group, const at::Tensor& out,
                             const at::Tensor& input) {
   check_strided(op, group, "out", out);
+  check_written(op, group, "out", out);
   C10D_EXT_CHECK_TYPE(out.scalar_type() == input.scalar_type(), op, group,
                       "out must have input's dtype, ", input.scalar_type(), ", got ",
                       out.scalar_type());
   C10D_EXT_CHECK_VALUE(out.device() == input.device(), op, group, "out must be on input's device, ",
                        input.device(), ", got ", out.device());
+}
+
+// `input`, or a copy of it where `out` would overwrite it in flight.
+inline at::Tensor apart_from(const at::Tensor& input, const at::Tensor& out) {
+  if (input.is_meta() || input.is_same(out) ||
+      at::get_overlap_status(input, out) == at::MemOverlapStatus::No) {
+    return input;
+  }
+  return input.clone(at::MemoryFormat::Contiguous);
 }
 
 // A coalesced list travels as one message: one dtype, one device.

@@ -374,7 +374,10 @@ class StartedHere {
     works_.push_back(std::move(work));
   }
 
- private:
+  bool empty() const {
+    return works_.empty();
+  }
+
   void sweep() {
     const bool ask_device =
         std::any_of(works_.begin(), works_.end(), [](const auto& w) { return !w->is_cpu(); }) &&
@@ -396,6 +399,7 @@ class StartedHere {
     limit_ = std::max<size_t>(kSweepAt, 2 * works_.size());
   }
 
+ private:
   static constexpr size_t kSweepAt = 64;
   size_t limit_ = kSweepAt;
   std::vector<PendingWorkPtr> works_;
@@ -442,7 +446,20 @@ void wait(const at::Tensor& t) {
 
 bool is_pending(const at::Tensor& t) {
   const auto* storage = storage_of(t);
-  return storage != nullptr && Registry::get().contains(storage);
+  if (storage == nullptr) {
+    return false;
+  }
+  if (Registry::get().contains(storage)) {
+    return true;
+  }
+  if (!started_here().empty()) {
+    c10d::wait_tensor(t);  // does not block: the work, if there was one, is complete
+  }
+  return false;
+}
+
+void sweep() {
+  started_here().sweep();
 }
 
 c10::intrusive_ptr<c10d::Work> work_of(const at::Tensor& t) {

@@ -35,7 +35,11 @@ void attach(std::string_view op, const Group& group, at::TensorList outputs,
 // Waits for every collective that writes `t`'s storage. Blocks on CPU, orders streams on CUDA.
 void wait(const at::Tensor& t);
 
-// Whether a collective of ours still writes `t`'s storage.
+// Takes what is complete out of c10d's table of this thread: at exit, so that torch does not count
+// it as never waited for.
+void sweep();
+
+// Whether a collective of ours still writes `t`'s storage. If not, no trace of one is left.
 bool is_pending(const at::Tensor& t);
 
 // The newest work that writes `t`'s storage, or null.

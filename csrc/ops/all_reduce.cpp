@@ -23,6 +23,7 @@ at::Tensor& all_reduce_(at::Tensor& input, string_view reduce_op, string_view gr
   constexpr string_view op = "all_reduce_";
   const Group group = resolve_group(op, group_name);
   check_strided(op, group, "input", input);
+  check_written(op, group, "input", input);
   const Reduction reduction = parse_reduction(op, group, reduce_op, factor, input.scalar_type());
   start_all_reduce(op, group, input, input, reduction);
   return input;
@@ -38,7 +39,7 @@ at::Tensor& all_reduce_out(const at::Tensor& input, string_view reduce_op, strin
                        "out must have input's shape ", input.sym_sizes(), ", got ",
                        out.sym_sizes());
   const Reduction reduction = parse_reduction(op, group, reduce_op, factor, input.scalar_type());
-  start_all_reduce(op, group, input, out, reduction);
+  start_all_reduce(op, group, apart_from(input, out), out, reduction);
   return out;
 }
 
@@ -59,6 +60,9 @@ Tensors all_reduce_coalesced_(at::TensorList inputs, string_view reduce_op, stri
   constexpr string_view op = "all_reduce_coalesced_";
   const Group group = resolve_group(op, group_name);
   check_list(op, group, inputs);
+  for (const auto& input : inputs) {
+    check_written(op, group, "each input", input);
+  }
   const Reduction reduction =
       parse_reduction(op, group, reduce_op, factor, inputs[0].scalar_type());
   start_all_reduce_coalesced(op, group, inputs, inputs, reduction);

@@ -21,6 +21,7 @@ at::Tensor& broadcast_(at::Tensor& input, int64_t src, string_view group_name) {
   constexpr string_view op = "broadcast_";
   const Group group = resolve_group(op, group_name);
   check_strided(op, group, "input", input);
+  check_written(op, group, "input", input);
   check_rank(op, group, "src", src);
   start_broadcast(op, group, input, input, src);
   return input;
@@ -40,6 +41,9 @@ Tensors broadcast_coalesced_(at::TensorList inputs, int64_t src, string_view gro
   constexpr string_view op = "broadcast_coalesced_";
   const Group group = resolve_group(op, group_name);
   check_list(op, group, inputs);
+  for (const auto& input : inputs) {
+    check_written(op, group, "each input", input);
+  }
   check_rank(op, group, "src", src);
   start_broadcast_coalesced(op, group, inputs, inputs, src);
   return inputs.vec();

@@ -28,6 +28,7 @@ at::Tensor& reduce_(at::Tensor& input, string_view reduce_op, int64_t dst, strin
   constexpr string_view op = "reduce_";
   const Group group = resolve_group(op, group_name);
   check_strided(op, group, "input", input);
+  check_written(op, group, "input", input);
   check_rank(op, group, "dst", dst);
   const Reduction reduction = parse_reduction(op, group, reduce_op, factor, input.scalar_type());
   start_reduce(op, group, input, input, reduction, dst);

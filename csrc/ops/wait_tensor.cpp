@@ -1,6 +1,7 @@
 // wait_tensor: the end of every collective.
 
 #include <ATen/ops/alias.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include "core/op.h"
 #include "core/pending.h"
@@ -16,28 +17,32 @@ at::Tensor wait_tensor(const at::Tensor& tensor) {
 
 C10D_EXT_HANDLE(wait_tensor, "wait_tensor")
 
+// Under functionalization torch's wait takes our place: graph passes know it by name. Elsewhere
+// ours stays, which returns the very tensor: torch's meta function would straighten odd strides.
+bool is_functionalized(const at::Tensor& tensor) {
+  using c10::impl::TorchDispatchModeKey;
+  return tensor.key_set().has(c10::DispatchKey::Functionalize) ||
+         c10::impl::TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FUNCTIONAL).has_value();
+}
+
 at::Tensor wait_tensor_autograd(c10::DispatchKeySet keys, const at::Tensor& tensor) {
   // Asked of the tensor: a transform's interpreter hides its wrappers' keys from `keys`.
   const bool in_transform = tensor.key_set().has_any(c10::DispatchKeySet(
       {c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched}));
-  const bool traced =
-      tensor.is_meta() || tensor.key_set().has_any(c10::DispatchKeySet(
+  const bool traced = (keys | tensor.key_set())
+                          .has_any(c10::DispatchKeySet(
                               {c10::DispatchKey::Python, c10::DispatchKey::Functionalize}));
-  const bool watched = keys.has(c10::DispatchKey::Python);  // by a dispatch mode
-  if (!in_transform && !traced && !watched) {
+  if (!in_transform && !traced) {
     // The tensor itself, history and all: nothing to record.
     wait(tensor);
     return tensor;
   }
-  // The meta function of torch's wait gives strides with gaps up; ours returns the tensor as it is.
-  const auto* impl = tensor.unsafeGetTensorImpl();
-  const bool gaps = !impl->has_symbolic_sizes_strides() && !impl->is_non_overlapping_and_dense();
   return differentiable(
       tensor,
       [&] {
-        return in_transform || gaps || !traced
-                   ? wait_tensor_handle().redispatch(below_autograd(keys), tensor)
-                   : traced_wait(tensor);
+        return !in_transform && is_functionalized(tensor)
+                   ? traced_wait(tensor)
+                   : wait_tensor_handle().redispatch(below_autograd(keys), tensor);
       },
       [] {
         return Derivative{"WaitTensorBackward",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_c10d_ext import _inductor, _vmap
 from torch_c10d_ext._async import deliver
-from torch_c10d_ext._dims import check_dim, rows_to_dim
+from torch_c10d_ext._dims import check_dim, check_list, rows_to_dim
 from torch_c10d_ext._groups import Group, group_name, group_size
 
 _op = torch.ops.c10d_ext.all_gather_into_tensor.default
@@ -97,6 +97,7 @@ def all_gather_single_coalesced(
     Source: csrc/ops/all_gather_into_tensor.cpp
     """
     name = group_name(group, tag)
+    check_list("all_gather_single_coalesced", self, name)
     return [deliver(out) for out in _coalesced(self, group_size(name), name)]
 
 

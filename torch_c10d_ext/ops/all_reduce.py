@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torch_c10d_ext import _inductor, _vmap
 from torch_c10d_ext._async import deliver
+from torch_c10d_ext._dims import check_list
 from torch_c10d_ext._groups import Group, group_name
 
 _op = torch.ops.c10d_ext.all_reduce.default
@@ -94,6 +95,7 @@ def all_reduce_coalesced(
     Source: csrc/ops/all_reduce.cpp
     """
     name = group_name(group, tag)
+    check_list("all_reduce_coalesced", self, name)
     return [deliver(out) for out in _coalesced(self, reduceOp, name, factor=factor)]
 
 
@@ -127,102 +129,6 @@ def all_reduce_inplace(
     if async_op:
         raise ValueError("all_reduce_inplace: async_op must be False, got True; use all_reduce")
     return tensor.copy_(all_reduce(tensor, op, group, tag))
-
-
-class _CopyToGroup(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(input: Tensor, name: str) -> Tensor:
-        return input.view_as(input)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
-        ctx.name = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grad, "sum", ctx.name), None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-        return tangent.view_as(tangent)
-
-
-class _ReduceFromGroup(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(input: Tensor, name: str) -> Tensor:
-        return all_reduce(input, "sum", name)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
-        ctx.name = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-        return all_reduce(tangent, "sum", ctx.name)
-
-
-def copy_to_group(self: Tensor, group: Group = None, tag: str = "") -> Tensor:
-    """The entry of a tensor-parallel region: identity forward, all_reduce(sum) backward.
-
-    Every rank holds the same ``self`` and uses it with its own shard of the weights, so its
-    gradient is the sum of what the ranks found: Megatron-LM's f (Shoeybi et al. 2019, section 3).
-
-    Args:
-        self: the same values on every rank.
-        group, tag: the ranks that share the region, as for :func:`all_reduce`.
-
-    Returns:
-        ``self``.
-
-    Raises:
-        ValueError: unknown group.
-
-    Gradient:
-        The sum of all ranks' gradients.
-
-    Example::
-
-        hidden = copy_to_group(x, tp) @ weight_columns  # this rank's columns
-
-    Source: torch_c10d_ext/ops/all_reduce.py
-    """
-    return _CopyToGroup.apply(self, group_name(group, tag))
-
-
-def reduce_from_group(self: Tensor, group: Group = None, tag: str = "") -> Tensor:
-    """The exit of a tensor-parallel region: all_reduce(sum) forward, identity backward.
-
-    What follows is computed alike on every rank, so each rank's gradient is the full one already:
-    Megatron-LM's g (Shoeybi et al. 2019, section 3).
-
-    Args:
-        self: this rank's partial result.
-        group, tag: the ranks that share the region, as for :func:`all_reduce`.
-
-    Returns:
-        The sum of all ranks' ``self``.
-
-    Raises:
-        ValueError: unknown group.
-
-    Gradient:
-        The identity.
-
-    Example::
-
-        y = reduce_from_group(hidden @ weight_rows, tp)  # this rank's rows
-
-    Source: torch_c10d_ext/ops/all_reduce.py
-    """
-    return _ReduceFromGroup.apply(self, group_name(group, tag))
 
 
 for _name, _each in {

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torch_c10d_ext import _inductor, _vmap
 from torch_c10d_ext._async import deliver
+from torch_c10d_ext._dims import check_list
 from torch_c10d_ext._groups import Group, group_name
 
 _op = torch.ops.c10d_ext.broadcast.default
@@ -71,6 +72,7 @@ def broadcast_coalesced(
     Source: csrc/ops/broadcast.cpp
     """
     name = group_name(group, tag)
+    check_list("broadcast_coalesced", inputs, name)
     return [deliver(out) for out in _coalesced(inputs, src, name)]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_c10d_ext import _inductor, _vmap
 from torch_c10d_ext._async import deliver
-from torch_c10d_ext._dims import check_dim, dim_to_rows
+from torch_c10d_ext._dims import check_dim, check_list, dim_to_rows
 from torch_c10d_ext._groups import Group, group_name, group_size, where
 
 _op = torch.ops.c10d_ext.reduce_scatter_tensor.default
@@ -123,6 +123,7 @@ def reduce_scatter_single_coalesced(
     Source: csrc/ops/reduce_scatter_tensor.cpp
     """
     name = group_name(group, tag)
+    check_list("reduce_scatter_single_coalesced", inputs, name)
     size = group_size(name)
     if len(scatter_dim) != len(inputs):
         raise ValueError(

@@ -1,0 +1,66 @@
+// copy_to_group: the identity, whose gradient is summed over the group (Megatron-LM's f).
+
+#include <ATen/ops/alias.h>
+
+#include "core/op.h"
+
+namespace c10d_ext {
+namespace {
+
+// Nothing to communicate forward: below autograd there is an alias left.
+at::Tensor copy_to_group(const at::Tensor& input, string_view group_name) {
+  resolve_group("copy_to_group", group_name);
+  return at::alias(input);
+}
+
+at::Tensor copy_to_group_autograd(const at::Tensor& input, string_view group_name) {
+  return differentiable(
+      input, [&] { return copy_to_group(input, group_name); },
+      [&] {
+        return Derivative{"CopyToGroupBackward",
+                          [name = std::string(group_name)](const Tensors& grads, const Tensors&) {
+                            const Reduction sum{ReduceOp::Sum, std::nullopt};
+                            return Tensors{call::all_reduce(grads[0], sum, name)};
+                          },
+                          [](const Tensors& tangents) { return tangents; }};
+      });
+}
+
+constexpr auto kNames = {"copy_to_group"};
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(c10d_ext, m) {
+  m.def("copy_to_group(Tensor(a) input, str group_name) -> Tensor(a)", schema_tags());
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, CPU, m) {
+  m.impl("copy_to_group", copy_to_group);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, CUDA, m) {
+  m.impl("copy_to_group", copy_to_group);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Meta, m) {
+  m.impl("copy_to_group", copy_to_group);
+}
+
+// A trace in inference mode comes here without having met autograd.
+TORCH_LIBRARY_IMPL(c10d_ext, Functionalize, m) {
+  m.impl("copy_to_group", copy_to_group);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Autograd, m) {
+  m.impl("copy_to_group", copy_to_group_autograd);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Conjugate, m) {
+  keep_lazy_bits(m, kNames);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Negative, m) {
+  keep_lazy_bits(m, kNames);
+}
+
+}  // namespace c10d_ext

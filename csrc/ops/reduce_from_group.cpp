@@ -1,0 +1,67 @@
+// reduce_from_group: all_reduce(sum), whose gradient passes as it is (Megatron-LM's g).
+
+#include "core/op.h"
+
+namespace c10d_ext {
+namespace {
+
+// An all_reduce below autograd.
+at::Tensor reduce_from_group(const at::Tensor& input, string_view group_name) {
+  static const auto all_reduce =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("c10d_ext::all_reduce", "")
+          .typed<at::Tensor(const at::Tensor&, string_view, string_view, const Factor&)>();
+  return all_reduce.call(input, "sum", group_name, std::nullopt);
+}
+
+at::Tensor reduce_from_group_autograd(const at::Tensor& input, string_view group_name) {
+  return differentiable(
+      input, [&] { return reduce_from_group(input, group_name); },
+      [&] {
+        return Derivative{"ReduceFromGroupBackward",
+                          [](const Tensors& grads, const Tensors&) { return grads; },
+                          [name = std::string(group_name)](const Tensors& tangents) {
+                            const Reduction sum{ReduceOp::Sum, std::nullopt};
+                            return Tensors{call::all_reduce(tangents[0], sum, name)};
+                          }};
+      });
+}
+
+constexpr auto kNames = {"reduce_from_group"};
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(c10d_ext, m) {
+  m.def("reduce_from_group(Tensor input, str group_name) -> Tensor", schema_tags());
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, CPU, m) {
+  m.impl("reduce_from_group", reduce_from_group);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, CUDA, m) {
+  m.impl("reduce_from_group", reduce_from_group);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Meta, m) {
+  m.impl("reduce_from_group", reduce_from_group);
+}
+
+// A trace in inference mode comes here without having met autograd.
+TORCH_LIBRARY_IMPL(c10d_ext, Functionalize, m) {
+  m.impl("reduce_from_group", reduce_from_group);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Autograd, m) {
+  m.impl("reduce_from_group", reduce_from_group_autograd);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Conjugate, m) {
+  keep_lazy_bits(m, kNames);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, Negative, m) {
+  keep_lazy_bits(m, kNames);
+}
+
+}  // namespace c10d_ext
