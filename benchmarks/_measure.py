@@ -66,7 +66,7 @@ def measure(cases: Sequence[Case], seconds: float, device: str = "cpu") -> list[
     for case, timing in zip(cases, timings, strict=True):
         timing.errors = _agreed(_errors_of(case))
         blocks.append([_Block(n, c) for n, c in case.peers.items() if n not in timing.errors])
-    clock = _CudaClock() if device == "cuda" else _Clock()
+    clock = _clock(device)
     gc.collect()
     gc.disable()
     try:
@@ -138,6 +138,17 @@ class _Clock:
         return time.perf_counter() - began, None
 
 
+class _ThreadClock(_Clock):
+    """CPU time of this thread: where nothing waits, what the machine does besides is left out."""
+
+    def time(self, call: Callable[[], Any], count: int) -> tuple[float, float | None]:
+        repeat = itertools.repeat(None, count)
+        began = time.thread_time()
+        for _ in repeat:
+            call()
+        return time.thread_time() - began, None
+
+
 class _CudaClock(_Clock):
     """By CUDA events on the current stream, which waits have ordered after the collectives."""
 
@@ -170,6 +181,12 @@ class _Block:
         _align()
         done, issued = clock.time(self.call, self.count)
         return done / self.count, None if issued is None else issued / self.count
+
+
+def _clock(device: str) -> _Clock:
+    if device == "cuda":
+        return _CudaClock()
+    return _ThreadClock() if dist.get_backend() == "fake" else _Clock()
 
 
 def _alone() -> bool:

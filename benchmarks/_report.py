@@ -56,17 +56,17 @@ class Aim:
         self.text, self.bound = text, bound
         self.outcomes: dict[str, list[str]] = {"met": [], "even": [], "missed": []}
 
-    def judge(self, label: str, median: Median, missed_by: str) -> str:
-        """met or missed, or even: the bound lies within the noise."""
+    def judge(self, label: str, median: Median, short: str) -> str:
+        """met, even (the bound lies within the noise), or missed and by how much it fell short."""
         if median.high <= self.bound:
             outcome = "met"
         elif median.low > self.bound:
             outcome = "missed"
         else:
             outcome = "even"
-        text = f"missed by {missed_by}" if outcome == "missed" else outcome
-        self.outcomes[outcome].append(f"{label} ({missed_by})" if outcome == "missed" else label)
-        return text
+        missed = outcome == "missed"
+        self.outcomes[outcome].append(f"{label} ({short})" if missed else label)
+        return f"missed {short}" if missed else outcome
 
     def summary(self) -> list[str]:
         """How many rows met the aim, and which did not."""
@@ -114,9 +114,9 @@ def against_torch(
         if timing.name.startswith("("):
             verdict = "noise"
         elif aim.bound < 1:
-            verdict = aim.judge(_label(title, timing), slowdown, f"{1 / slowdown.value:.1f}x")
+            verdict = aim.judge(_label(title, timing), slowdown, f"at {1 / slowdown.value:.1f}x")
         else:
-            verdict = aim.judge(_label(title, timing), slowdown, f"{slowdown.value - 1:.0%}")
+            verdict = aim.judge(_label(title, timing), slowdown, f"by {slowdown.value - 1:.0%}")
         row = [timing.name, timing.size]
         row += [_us(timing.seconds[peer]) for peer in peers]
         if issue:
@@ -139,7 +139,7 @@ def added_time(title: str, note: str, timings: Sequence[Timings], aim: Aim) -> T
         theirs = difference(timing.seconds["dist"], base)
         added = difference(timing.seconds["ours"], base)
         verdict = aim.judge(
-            _label(title, timing), added, f"{(added.value - aim.bound) * 1e6:.1f} us"
+            _label(title, timing), added, f"by {(added.value - aim.bound) * 1e6:.1f} us"
         )
         table.rows.append(
             [timing.name, timing.size]
@@ -175,7 +175,7 @@ def several(
                 f"{_factor(slowdown.value)} ({_factor(slowdown.low)} - {_factor(slowdown.high)})"
             )
             if aim is not None:
-                verdict = aim.judge(_label(title, timing), slowdown, f"{slowdown.value - 1:.0%}")
+                verdict = aim.judge(_label(title, timing), slowdown, f"by {slowdown.value - 1:.0%}")
         table.rows.append([*row, verdict])
     return table
 

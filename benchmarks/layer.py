@@ -47,16 +47,10 @@ def _cases(device: str) -> list[Case]:
     from_0.rootRank, from_0.rootTensor = 0, 0
     even: list[int] = [x.size(0) // ranks] * ranks
 
-    def bare_all_to_all() -> torch.Tensor:
-        backend.alltoall_base(received, x, [], []).wait()
-        return received
-
-    def ours_all_to_all() -> torch.Tensor:
-        return wait(ops.all_to_all_single_out.default(x, even, even, name, out=received))
-
     all_reduce_, broadcast_ = ops.all_reduce_.default, ops.broadcast_.default
     all_gather_out = ops.all_gather_into_tensor_out.default
     reduce_scatter_out = ops.reduce_scatter_tensor_out.default
+    all_to_all_out = ops.all_to_all_single_out.default
     cases = {
         "all_reduce_": (
             lambda: backend.allreduce([x]).wait(),
@@ -79,9 +73,9 @@ def _cases(device: str) -> list[Case]:
             lambda: wait(reduce_scatter_out(x, "sum", ranks, name, out=part)),
         ),
         "all_to_all_single_out": (
-            bare_all_to_all,
-            lambda: dist.all_to_all_single(received, x),
-            ours_all_to_all,
+            lambda: backend.alltoall_base(received, x, even, even).wait(),
+            lambda: dist.all_to_all_single(received, x, even, even),
+            lambda: wait(all_to_all_out(x, even, even, name, out=received)),
         ),
     }
     return [

@@ -70,7 +70,7 @@ def sections(device: str, aims: Aims, quick: bool) -> list[Section]:
     one = ("nccl" if gpu else "gloo", 1, device)
     two = ("gloo", 2, device)
     titles = {
-        fake: "a backend that does nothing",
+        fake: "fake backend (does nothing; CPU time)",
         one: f"world size 1, {one[0]}{where}",
         two: f"world size 2, gloo{where}",
     }
