@@ -83,9 +83,13 @@ class Ranks:
     def run(self, fn: Callable[..., Any], *args: Any, deadline: float) -> list[Any]:
         """Calls ``fn(*args)``, a function of a module, on every rank; the results by rank."""
         self.ready()
-        for connection in self._connections:
-            connection.send((fn, args))
-        return self._collect(f"{fn.__module__}.{fn.__qualname__}", deadline)
+        what = f"{fn.__module__}.{fn.__qualname__}"
+        for rank, connection in enumerate(self._connections):
+            try:
+                connection.send((fn, args))
+            except OSError as error:
+                raise RanksFailed(f"{what}: rank {rank}: the process died") from error
+        return self._collect(what, deadline)
 
     def _collect(self, what: str, deadline: float) -> list[Any]:
         ends = time.monotonic() + deadline
