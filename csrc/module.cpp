@@ -55,12 +55,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   m.def("delivery", &delivery);
   m.def("seal", &seal);
+  m.def("wait", &wait, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("work_of", &work_of);
   m.def("sweep", &sweep, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("pending_count", &pending_count);
   m.def("group_size",
         [](const std::string& name) { return resolve_group("group_size", name).size(); });
-  m.def("where", [](const std::string& name) { return where(resolve_group("where", name)); });
+  m.def("where",
+        [](const std::string& name) { return c10d_ext::where(resolve_group("where", name)); });
   m.def("set_single_rank_shortcut", &set_single_rank_shortcut);
   m.def("set_group_names_provider", [](py::object provider) {
     // Leaked on purpose: it may be asked while the interpreter goes down.

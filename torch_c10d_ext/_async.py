@@ -65,16 +65,19 @@ class AsyncCollectiveTensor(_TorchAsyncCollectiveTensor):
 
     @staticmethod
     def __new__(cls, elem: torch.Tensor) -> AsyncCollectiveTensor:  # noqa: PYI034
-        wrapper = _make_wrapper(
-            cls,
-            elem.size(),
-            strides=elem.stride(),
-            storage_offset=elem.storage_offset(),
-            dtype=elem.dtype,
-            layout=elem.layout,
-            device=elem.device,
-            requires_grad=elem.requires_grad,
-        )
+        if elem.is_contiguous() and not elem.requires_grad:
+            wrapper = _make_wrapper(cls, elem.shape, dtype=elem.dtype, device=elem.device)
+        else:
+            wrapper = _make_wrapper(
+                cls,
+                elem.shape,
+                strides=elem.stride(),
+                storage_offset=elem.storage_offset(),
+                dtype=elem.dtype,
+                layout=elem.layout,
+                device=elem.device,
+                requires_grad=elem.requires_grad,
+            )
         _C.seal(wrapper)
         wrapper.elem = elem
         wrapper.completed = False
@@ -82,10 +85,14 @@ class AsyncCollectiveTensor(_TorchAsyncCollectiveTensor):
 
     def trigger_wait(self) -> torch.Tensor:
         """Waits, and returns the values as a plain tensor."""
+        elem = self.elem
         if not self.completed:
-            _wait_op(self.elem)
+            if type(elem) is torch.Tensor:
+                _C.wait(elem)
+            else:
+                _wait_op(elem)  # fake or traced: as an op, for the tracer to see
             self.completed = True
-        return self.elem
+        return elem
 
     def wait(self) -> torch.Tensor:
         """Waits, and returns the values as a plain tensor."""

@@ -130,12 +130,16 @@ bool is_dense(const at::Tensor& t) {
   return t.is_contiguous() && !t.is_conj() && !t.is_neg();
 }
 
-// The memory of a dense tensor as 1-D bytes.
+// The memory of a dense tensor as 1-D bytes. Built by hand: two views through the dispatcher cost
+// more than the rest of a start, and cannot take a tensor of one element with an odd stride.
 at::Tensor bytes_of(const at::Tensor& t) {
-  // Not view({-1}): a contiguous tensor of one element may have any stride, which bytes cannot
-  // take.
-  const at::Tensor flat = t.as_strided({t.numel()}, {1});
-  return flat.scalar_type() == at::kByte ? flat : flat.view(at::kByte);
+  at::Tensor bytes =
+      at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(t.storage()),
+                                               t.key_set(), caffe2::TypeMeta::Make<uint8_t>());
+  auto* impl = bytes.unsafeGetTensorImpl();
+  impl->set_storage_offset(t.storage_offset() * static_cast<int64_t>(t.itemsize()));
+  impl->set_sizes_contiguous({static_cast<int64_t>(t.nbytes())});
+  return bytes;
 }
 
 Tensors rows_of_bytes(const at::Tensor& dense, int64_t rows) {

@@ -65,7 +65,11 @@ void set_single_rank_shortcut(bool enabled) {
 }
 
 std::string where(const Group& group) {
-  return c10::str("(rank ", group.rank(), "/", group.size(), ", group '", group.name(), "')");
+  return where(group.rank(), group.size(), group.name());
+}
+
+std::string where(int64_t rank, int64_t size, std::string_view name) {
+  return c10::str("(rank ", rank, "/", size, ", group '", name, "')");
 }
 
 }  // namespace c10d_ext

@@ -54,6 +54,7 @@ void set_single_rank_shortcut(bool enabled);
 
 // "(rank 1/4, group 'tp')", the end of every error text.
 std::string where(const Group& group);
+std::string where(int64_t rank, int64_t size, std::string_view name);
 
 template <class... Args>
 [[noreturn]] void value_error(std::string_view op, const Group& group, const Args&... message) {

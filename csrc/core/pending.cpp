@@ -54,7 +54,9 @@ class PendingWork : public c10d::Work {
               c10::intrusive_ptr<c10d::Work> inner, Finish finish)
       : c10d::Work(static_cast<int>(group.rank()), inner->retrieveOpType()),
         op_(op),
-        where_(where(group)),
+        group_name_(group.name()),
+        rank_in_group_(group.rank()),
+        group_size_(group.size()),
         outputs_(outputs.vec()),
         inner_(std::move(inner)),
         finish_(std::move(finish)),
@@ -289,14 +291,17 @@ class PendingWork : public c10d::Work {
   }
 
   std::string text(const char* cause) const {
-    const std::string prefix = op_ + ": the collective must complete, got ";
+    const std::string prefix = std::string(op_) + ": the collective must complete, got ";
     return std::string_view(cause).substr(0, prefix.size()) == prefix
                ? std::string(cause)
-               : c10::str(prefix, cause, " ", where_);
+               : c10::str(prefix, cause, " ", where(rank_in_group_, group_size_, group_name_));
   }
 
-  const std::string op_;
-  const std::string where_;
+  const std::string_view op_;  // the ops' names are literals
+  // Formatted into a text only when something fails.
+  const std::string group_name_;
+  const int64_t rank_in_group_;
+  const int64_t group_size_;
   // Guarded by mutex_: outputs_, inner_ (null once done), error_, reported_, future_.
   mutable std::mutex mutex_;
   std::vector<at::Tensor> outputs_;

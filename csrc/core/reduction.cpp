@@ -202,7 +202,10 @@ ReductionPlan plan_reduction(ReduceOp op, c10::ScalarType dtype, bool low_precis
 }
 
 at::Tensor dense(const at::Tensor& t) {
-  return t.resolve_conj().resolve_neg().contiguous();
+  if (C10_UNLIKELY(t.is_conj() || t.is_neg())) {
+    return t.resolve_conj().resolve_neg().contiguous();
+  }
+  return t.is_contiguous() ? t : t.contiguous();
 }
 
 at::Tensor encode(const at::Tensor& source, const ReductionPlan& plan, bool may_alias) {
