@@ -56,6 +56,7 @@ $(VENV)/.dev: tools/requirements-dev.txt $(VENV)/.torch
 $(VENV)/.built: $(VENV)/.torch setup.py $(CPP) $(CPP_DIRS) $(if $(EXTENSION),,FORCE)
 	$(say) "building torch_c10d_ext._C with $(MAX_JOBS) jobs (only what changed)"
 	@$(PY) tools/build_inplace.py
+	@$(PY) tools/develop.py
 	@touch $@
 
 demo: build
