@@ -8,20 +8,26 @@ import atexit
 
 import torch
 
-from torch_c10d_ext import _C as _C
-
 __version__ = "0.1.0"
 
-_built = ".".join(_C.torch_version.split("+")[0].split(".")[:2])
-_running = ".".join(torch.__version__.split("+")[0].split(".")[:2])
-if _built != _running:
+try:
+    from torch_c10d_ext._built_with import TORCH_VERSION as _built_with
+except ImportError as error:
+    raise ImportError(
+        "torch_c10d_ext: the extension must be built before it is imported from a source tree; run "
+        "`make build` or `python setup.py build_ext --inplace`"
+    ) from error
+
+# Asked before the extension is loaded: under another torch that ends in the linker.
+if _built_with.split(".")[:2] != torch.__version__.split(".")[:2]:
     raise ImportError(
         f"torch_c10d_ext: the extension must run on the torch it was built with, got torch "
-        f"{torch.__version__} for a build with {_C.torch_version}; rebuild it with "
+        f"{torch.__version__} for a build with {_built_with}; rebuild it with "
         "`pip install --no-build-isolation --force-reinstall .`"
     )
 
-from torch_c10d_ext import _groups, _inductor, functional  # noqa: E402  (after the version check)
+from torch_c10d_ext import _C as _C  # noqa: E402  (after the version check)
+from torch_c10d_ext import _groups, _inductor, functional  # noqa: E402
 from torch_c10d_ext._async import AsyncCollectiveTensor, pending_count, work_of  # noqa: E402
 
 _C.set_group_names_provider(_groups.known_names)

@@ -40,11 +40,12 @@ class Channel {
       process_group_ = pg;
       return;
     }
-    if (!pg->hasBackendForDeviceType(t.device().type())) {
+    try {
+      backend_ = pg->getBackend(t.device().type());
+    } catch (const c10::Error&) {
       value_error(op, group, "the group must have a backend for the tensor's device, got ",
                   t.device());
     }
-    backend_ = pg->getBackend(t.device().type());
     const std::string name = backend_->getBackendName();
     gloo_ = name == "gloo";
     nccl_ = name == "nccl";
