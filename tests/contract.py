@@ -29,6 +29,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.testing._internal import optests
 
 from tests.harness import run, values
+from tests.harness.flight import single_rank_shortcut
 
 Shape = tuple[int, ...]
 
@@ -309,6 +310,12 @@ def check_values(module: str, form: str) -> Any:
                 if c.replicated:
                     report.same_everywhere((v, len(report.digests)), y)
     return report.result()
+
+
+def check_values_of_one_rank(module: str, form: str) -> Any:
+    """The same with a group of one rank sent through its backend."""
+    with single_rank_shortcut(False):
+        return check_values(module, form)
 
 
 def _unwritten(like: Tensor, layout: str) -> Tensor:
@@ -1012,6 +1019,9 @@ class Contract:
     @pytest.mark.parametrize("size", SIZES)
     def test_values(self, form: str, size: int) -> None:
         verify(size, check_values, self.module, form)
+
+    def test_values_of_one_rank_through_the_backend(self, form: str) -> None:
+        verify(1, check_values_of_one_rank, self.module, form)
 
     @pytest.mark.parametrize("size", SIZES)
     def test_layouts(self, form: str, size: int) -> None:

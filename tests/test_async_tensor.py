@@ -3,7 +3,6 @@
 import copy
 import gc
 import io
-import os
 import pickle
 import resource
 import threading
@@ -23,7 +22,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 import torch_c10d_ext
 import torch_c10d_ext.functional as F
 from tests.harness import run
-from tests.harness.flight import in_flight
+from tests.harness.flight import in_flight, single_rank_shortcut
 
 
 def _input(dtype: torch.dtype = torch.float64, shape: tuple[int, ...] = (2, 3)) -> Tensor:
@@ -495,11 +494,8 @@ def test_unwaited_calls_leave_nothing_behind() -> None:
 
 
 def _growth_at_size_one(calls: int) -> float:
-    os.environ["TORCH_C10D_EXT_SINGLE_RANK_SHORTCUT"] = "0"
-    try:
+    with single_rank_shortcut(False):
         return _growth_of_unwaited_calls(calls, 1000)
-    finally:
-        del os.environ["TORCH_C10D_EXT_SINGLE_RANK_SHORTCUT"]
 
 
 def test_hundred_thousand_unwaited_calls_leave_nothing_behind() -> None:

@@ -1,5 +1,6 @@
 """torch.compile: nothing in flight is reused or freed, scheduling passes act, graphs stay whole."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -21,7 +22,7 @@ import torch_c10d_ext
 import torch_c10d_ext.functional as F
 from tests.contract import calls_in, group, smooth_values
 from tests.harness import run, values
-from tests.harness.flight import in_flight
+from tests.harness.flight import Gate, in_flight
 
 INDUCTOR_DEADLINE = 200.0
 
@@ -112,7 +113,7 @@ _STARTS = (
 )
 
 
-def _nothing_in_flight_is_reused(name: str) -> None:
+def _nothing_in_flight_is_reused(name: str, jam: bool) -> None:
     start, reference = _starts()[name]
     xs = _xs((8, 5))
     compiled = torch.compile(lambda x: _tempting(start, x), fullgraph=True)
@@ -122,7 +123,7 @@ def _nothing_in_flight_is_reused(name: str) -> None:
     kept = xs[rank].clone()
     compiled(xs[rank])  # compiles
     for _ in range(3):
-        with in_flight() as gate:
+        with in_flight() if jam else contextlib.nullcontext(Gate("unused")) as gate:
             gate.open_after(0.05)
             y, e = compiled(xs[rank])
             _assert_close(y, want, "result")
@@ -132,7 +133,45 @@ def _nothing_in_flight_is_reused(name: str) -> None:
 
 @pytest.mark.parametrize("name", _STARTS)
 def test_inductor_reuses_nothing_in_flight(name: str) -> None:
-    run(2, _nothing_in_flight_is_reused, name, deadline=INDUCTOR_DEADLINE)
+    run(2, _nothing_in_flight_is_reused, name, True, deadline=INDUCTOR_DEADLINE)
+
+
+# What a backend in Python can serve: torch has no hooks for the other verbs.
+_DELAYED = (
+    "all_reduce",
+    "all_reduce_",
+    "all_to_all_single",
+    "broadcast",
+    "permute_tensor",
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce_coalesced",
+)
+
+
+@pytest.mark.parametrize("name", _DELAYED)
+def test_inductor_reuses_nothing_a_delayed_backend_reads(name: str) -> None:
+    run(
+        2,
+        _nothing_in_flight_is_reused,
+        name,
+        False,
+        backend="delayed",
+        deadline=INDUCTOR_DEADLINE,
+    )
+
+
+def _reuse_is_noticed() -> None:
+    x = torch.arange(4.0) + dist.get_rank()
+    y = torch.ops.c10d_ext.all_reduce(x, "sum", group())
+    # What a careless memory planner does.
+    y.mul_(3)
+    with pytest.raises(RuntimeError, match="changed in flight"):
+        torch.ops.c10d_ext.wait_tensor(y)
+
+
+def test_the_delayed_backend_notices_reuse() -> None:
+    run(2, _reuse_is_noticed, backend="delayed")
 
 
 def test_every_op_is_tried_in_flight() -> None:

@@ -4,7 +4,7 @@ World size 1 runs on nccl itself (the single-rank shortcut off), several ranks s
 gloo's CUDA path.
 """
 
-import os
+import itertools
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ import torch_c10d_ext
 import torch_c10d_ext.functional as F
 from tests.contract import Variant, expected, group, load, start, variants, wait
 from tests.harness import run, values
+from tests.harness.flight import single_rank_shortcut
 
 pytestmark = pytest.mark.cuda
 
@@ -49,7 +50,6 @@ def _spin(milliseconds: float = 50) -> None:
 
 def _values(module: str, shortcut: bool) -> list[str]:
     """Every form on the dtypes that CUDA reduces natively and some that it does not."""
-    os.environ["TORCH_C10D_EXT_SINGLE_RANK_SHORTCUT"] = "1" if shortcut else "0"
     c, rank, device, failures = load(module), dist.get_rank(), _device(), []
     dtypes = (
         torch.float32,
@@ -62,13 +62,12 @@ def _values(module: str, shortcut: bool) -> list[str]:
         torch.bool,
     )
     n = dist.get_world_size()
-    for form in c.forms:
-        for v in variants(c, n, dtypes):
+    with single_rank_shortcut(shortcut):
+        for form, v in itertools.product(c.forms, list(variants(c, n, dtypes))):
             try:
                 failures += _failure(c, form, v, rank, device)
             except Exception as error:
                 failures.append(f"{form} {v}: {type(error).__name__}: {str(error)[:300]}")
-    del os.environ["TORCH_C10D_EXT_SINGLE_RANK_SHORTCUT"]
     torch.cuda.synchronize()
     return failures
 
@@ -160,17 +159,16 @@ def _wait_does_not_block_the_host() -> float:
     """On nccl wait_tensor orders streams and leaves the host free."""
     import time
 
-    os.environ["TORCH_C10D_EXT_SINGLE_RANK_SHORTCUT"] = "0"
     device = _device()
     x = torch.ones(1 << 10, device=device)
-    wait(torch.ops.c10d_ext.all_reduce(x, "sum", group()))
-    torch.cuda.synchronize()
-    started = time.monotonic()
-    _spin(200)
-    y = wait(torch.ops.c10d_ext.all_reduce(x, "sum", group()))
-    elapsed = time.monotonic() - started
+    with single_rank_shortcut(False):
+        wait(torch.ops.c10d_ext.all_reduce(x, "sum", group()))
+        torch.cuda.synchronize()
+        started = time.monotonic()
+        _spin(200)
+        y = wait(torch.ops.c10d_ext.all_reduce(x, "sum", group()))
+        elapsed = time.monotonic() - started
     assert torch.equal(y, x)
-    del os.environ["TORCH_C10D_EXT_SINGLE_RANK_SHORTCUT"]
     return elapsed
 
 
@@ -180,7 +178,11 @@ def test_wait_leaves_the_host_free() -> None:
 
 
 def _graph_capture(shortcut: bool) -> None:
-    os.environ["TORCH_C10D_EXT_SINGLE_RANK_SHORTCUT"] = "1" if shortcut else "0"
+    with single_rank_shortcut(shortcut):
+        _capture_and_replay()
+
+
+def _capture_and_replay() -> None:
     device = _device()
     x = torch.arange(8.0, device=device)
 
@@ -203,7 +205,6 @@ def _graph_capture(shortcut: bool) -> None:
         torch.cuda.synchronize()
         assert torch.equal(y, x * 2 + 1)
     assert torch_c10d_ext.pending_count() == 0
-    del os.environ["TORCH_C10D_EXT_SINGLE_RANK_SHORTCUT"]
 
 
 @pytest.mark.parametrize("shortcut", [False, True])

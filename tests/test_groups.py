@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torch_c10d_ext.functional as F
 from tests.harness import run
+from tests.harness.flight import single_rank_shortcut
 
 
 def _x() -> Tensor:
@@ -248,19 +249,13 @@ def test_rejects_a_group_this_rank_is_not_in() -> None:
     run(2, _not_a_member)
 
 
-def _shortcut_off() -> None:
-    import os
-
-    os.environ["TORCH_C10D_EXT_SINGLE_RANK_SHORTCUT"] = "0"
-    try:
-        assert torch.equal(F.all_reduce(_x(), "avg", None) + 0, _total([0]))
-        y = F.all_reduce(_x(), "premul_sum", None, factor=3.0)
-        assert torch.equal(y + 0, 3 * _total([0]))
-    finally:
-        del os.environ["TORCH_C10D_EXT_SINGLE_RANK_SHORTCUT"]
-    y = F.all_reduce(_x(), "premul_sum", None, factor=3.0)
-    assert torch.equal(y + 0, 3 * _total([0]))
+def _one_rank() -> None:
+    for enabled in (True, False):
+        with single_rank_shortcut(enabled):
+            assert torch.equal(F.all_reduce(_x(), "avg", None) + 0, _total([0]))
+            y = F.all_reduce(_x(), "premul_sum", None, factor=3.0)
+            assert torch.equal(y + 0, 3 * _total([0]))
 
 
 def test_world_size_one_with_and_without_the_backend() -> None:
-    run(1, _shortcut_off)
+    run(1, _one_rank)

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+import torch_c10d_ext
+
 _DEADLINE = dt.timedelta(seconds=30)
 _GLOO_THREADS = 2
 _numbers = itertools.count()
@@ -43,6 +45,16 @@ class Gate:
         if dist.get_rank() != 0:
             self._store.wait([self._key], _DEADLINE)
             time.sleep(float(self._store.get(self._key)))
+
+
+@contextlib.contextmanager
+def single_rank_shortcut(enabled: bool) -> Iterator[None]:
+    """Within the block, a group of one rank is answered with or without its backend."""
+    torch_c10d_ext._C.set_single_rank_shortcut(enabled)
+    try:
+        yield
+    finally:
+        torch_c10d_ext._C.set_single_rank_shortcut(True)
 
 
 @contextlib.contextmanager
