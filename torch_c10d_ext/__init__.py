@@ -11,7 +11,7 @@ import torch
 __version__ = "0.1.0"
 
 try:
-    from torch_c10d_ext._built_with import TORCH_VERSION as _built_with
+    from torch_c10d_ext._built_with import TORCH_VERSION as _BUILT_WITH
 except ImportError as error:
     raise ImportError(
         "torch_c10d_ext: the extension must be built before it is imported from a source tree; run "
@@ -19,16 +19,16 @@ except ImportError as error:
     ) from error
 
 # Asked before the extension is loaded: under another torch that ends in the linker.
-if _built_with.split(".")[:2] != torch.__version__.split(".")[:2]:
+if _BUILT_WITH.split(".")[:2] != torch.__version__.split(".")[:2]:
     raise ImportError(
         f"torch_c10d_ext: the extension must run on the torch it was built with, got torch "
-        f"{torch.__version__} for a build with {_built_with}; rebuild it with "
+        f"{torch.__version__} for a build with {_BUILT_WITH}; rebuild it with "
         "`pip install --no-build-isolation --force-reinstall .`"
     )
 
-from torch_c10d_ext import _C as _C  # noqa: E402  (after the version check)
-from torch_c10d_ext import _groups, _inductor, functional  # noqa: E402
-from torch_c10d_ext._async import AsyncCollectiveTensor, pending_count, work_of  # noqa: E402
+from torch_c10d_ext import _C as _C
+from torch_c10d_ext import _groups, _inductor, functional
+from torch_c10d_ext._async import AsyncCollectiveTensor, pending_count, work_of
 
 _C.set_group_names_provider(_groups.known_names)
 _inductor.enable()
