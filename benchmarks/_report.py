@@ -165,7 +165,7 @@ def several(
         table.remarks += _failures(timing)
         row = [timing.name, timing.size]
         row += [_us(timing.seconds[peer]) if peer in timing.seconds else "-" for peer in peers]
-        verdict = ""
+        verdicts = []
         for mine, base, aim in ratios:
             if mine not in timing.seconds or base not in timing.seconds:
                 row.append("-")
@@ -175,8 +175,9 @@ def several(
                 f"{_factor(slowdown.value)} ({_factor(slowdown.low)} - {_factor(slowdown.high)})"
             )
             if aim is not None:
-                verdict = aim.judge(_label(title, timing), slowdown, f"by {slowdown.value - 1:.0%}")
-        table.rows.append([*row, verdict])
+                label = f"{_label(title, timing)}, {mine} / {base}"
+                verdicts.append(aim.judge(label, slowdown, f"by {slowdown.value - 1:.0%}"))
+        table.rows.append([*row, ", ".join(verdicts)])
     return table
 
 
