@@ -89,7 +89,7 @@ if ((built == 0)); then
     step test "$BENCH_RESERVE" "$PYTHON" -m pytest -q --durations=10 "${parallel[@]}" "$@"
   fi
   if wanted bench; then
-    step bench 0 "$PYTHON" benchmarks/run.py
+    step bench 0 "$PYTHON" benchmarks/run.py --quick --device all
   fi
 fi
 
