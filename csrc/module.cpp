@@ -1,5 +1,6 @@
 // torch_c10d_ext._C: what Python needs beside the ops themselves.
 
+#include <c10/core/AutogradState.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -16,7 +17,7 @@ namespace {
 enum Delivery : int64_t {
   kReady = 0,     // complete already: the tensor itself
   kInFlight = 1,  // eager: to be wrapped so that it waits on first use
-  kTraced = 2,    // under a trace, a mode or a transform: an explicit wait
+  kTraced = 2,    // under a trace, a mode, a transform or forward mode: an explicit wait
 };
 
 int64_t delivery(const at::Tensor& result) {
@@ -29,7 +30,13 @@ int64_t delivery(const at::Tensor& result) {
       c10::impl::tls_local_dispatch_key_set().included_.has_any(modes)) {
     return kTraced;
   }
-  return is_pending(result) ? kInFlight : kReady;
+  if (!is_pending(result)) {
+    return kReady;
+  }
+  // A wrapper cannot carry a tangent.
+  const bool dual = c10::AutogradState::get_tls_state().get_fw_grad_mode() &&
+                    result._fw_grad(/*level=*/0).defined();
+  return dual ? kTraced : kInFlight;
 }
 
 // A wrapper has no memory of its own: whoever asks for its data pointer, from C or C++ code that

@@ -41,7 +41,11 @@ def lowering(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def start(op: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """A node that starts ``op`` and returns fresh buffers: one, or a list for a list of inputs."""
+    """A node that starts ``op`` and returns fresh buffers: one, or a list for a list of inputs.
+
+    Keyword arguments that are None are left to the schema.
+    """
+    kwargs = {name: value for name, value in kwargs.items() if value is not None}
     from torch._inductor import ir
 
     node = ir._CollectiveKernel.create_out_of_place(op, inputs, *args, **kwargs)
@@ -71,17 +75,6 @@ def start_reusing(op: Any, in_place: Any, inputs: Any, *args: Any) -> Any:
     copy = ir.ExternKernel.require_contiguous(copy)
     ir._CollectiveKernel.create_inplace(in_place, copy, *args)
     return copy
-
-
-def premultiplied(inputs: Any, reduce_op: str, factor: Any) -> tuple[Any, str]:
-    """premul_sum as the multiplication, which Inductor fuses, and the sum that remain of it."""
-    if factor is None:
-        return inputs, reduce_op
-    from torch._inductor.lowering import mul
-
-    if isinstance(inputs, (list, tuple)):
-        return [mul(box, factor) for box in inputs], "sum"
-    return mul(inputs, factor), "sum"
 
 
 def enable() -> None:

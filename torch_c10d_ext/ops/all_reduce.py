@@ -142,11 +142,11 @@ for _name, _each in {
 
 @_inductor.lowering(_op)
 def _lowering(input: Any, reduce_op: str, group_name: str, *, factor: Any = None) -> Any:
-    input, reduce_op = _inductor.premultiplied(input, reduce_op, factor)
+    if factor is not None:
+        return _inductor.start(_op, input, reduce_op, group_name, factor=factor)
     return _inductor.start_reusing(_op, _op_, input, reduce_op, group_name)
 
 
 @_inductor.lowering(_coalesced)
 def _coalesced_lowering(inputs: Any, reduce_op: str, group_name: str, *, factor: Any = None) -> Any:
-    inputs, reduce_op = _inductor.premultiplied(inputs, reduce_op, factor)
-    return _inductor.start(_coalesced, inputs, reduce_op, group_name)
+    return _inductor.start(_coalesced, inputs, reduce_op, group_name, factor=factor)

@@ -63,5 +63,4 @@ _vmap.register("reduce_", _vmap.any_dim(_op_))
 
 @_inductor.lowering(_op)
 def _lowering(input: Any, reduce_op: str, dst: int, group_name: str, *, factor: Any = None) -> Any:
-    input, reduce_op = _inductor.premultiplied(input, reduce_op, factor)
-    return _inductor.start(_op, input, reduce_op, dst, group_name)
+    return _inductor.start(_op, input, reduce_op, dst, group_name, factor=factor)

@@ -74,5 +74,4 @@ _vmap.register("reduce_scatter", _vmap.by_rows(_op))
 def _lowering(
     input: Any, reduce_op: str, sizes: Any, group_name: str, *, factor: Any = None
 ) -> Any:
-    input, reduce_op = _inductor.premultiplied(input, reduce_op, factor)
-    return _inductor.start(_op, input, reduce_op, sizes, group_name)
+    return _inductor.start(_op, input, reduce_op, sizes, group_name, factor=factor)

@@ -188,13 +188,11 @@ _vmap.register("reduce_scatter_tensor_coalesced", _vmap.by_rows(_coalesced))
 def _lowering(
     input: Any, reduce_op: str, group_size: int, group_name: str, *, factor: Any = None
 ) -> Any:
-    input, reduce_op = _inductor.premultiplied(input, reduce_op, factor)
-    return _inductor.start(_op, input, reduce_op, group_size, group_name)
+    return _inductor.start(_op, input, reduce_op, group_size, group_name, factor=factor)
 
 
 @_inductor.lowering(_coalesced)
 def _coalesced_lowering(
     inputs: Any, reduce_op: str, group_size: int, group_name: str, *, factor: Any = None
 ) -> Any:
-    inputs, reduce_op = _inductor.premultiplied(inputs, reduce_op, factor)
-    return _inductor.start(_coalesced, inputs, reduce_op, group_size, group_name)
+    return _inductor.start(_coalesced, inputs, reduce_op, group_size, group_name, factor=factor)
