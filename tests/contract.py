@@ -415,7 +415,9 @@ def _gaps(x: Tensor) -> bytes:
 def check_fake(module: str, form: str) -> Any:
     """Fake tensors, static and dynamic, foretell shape, strides, dtype and device."""
     c, n, rank, report = load(module), dist.get_world_size(), dist.get_rank(), Report()
-    for dtype in (torch.float32, torch.int16, torch.float8_e5m2, torch.complex64):
+    for dtype in (torch.float32, torch.float8_e5m2):
+        # Symbolic shapes cost ten times as much, and do not see the dtype.
+        modes = ("static", "dynamic") if dtype == torch.float32 else ("static",)
         for cases in _groups(c, form, n, odd=True) + _groups(c, form, n, odd=False):
             vs = [variant_of(c, case, dtype) for case in cases]
             for name in ("contiguous", "transposed", "strided"):
@@ -431,7 +433,7 @@ def check_fake(module: str, form: str) -> Any:
                     outs = [_unwritten(wanted[0], "contiguous")] if form == OUT else []
                     foretold = [
                         (mode, _describe(_fake_call(c, form, vs[0].case, xs, outs, mode)))
-                        for mode in ("static", "dynamic")
+                        for mode in modes
                     ]
                     real = _describe(call(c, form, vs[0].case, xs, outs))
                     for mode, fake in foretold:

@@ -296,11 +296,9 @@ _USES: dict[str, Callable[[Tensor], Any]] = {
     "numpy ufunc": lambda y: torch.from_numpy(np.asarray(_like_a_plain_tensor(np.add, y, 0))),
     "torch.from_dlpack": lambda y: torch.from_dlpack(y) + 0,
     "numpy.from_dlpack": lambda y: torch.from_numpy(np.from_dlpack(y).copy()),
-    "to_dlpack": lambda y: torch.from_dlpack(torch.utils.dlpack.to_dlpack(y)) + 0,
     "share_memory_": _shared,
     "data_ptr": _through_pointer,
     "data": lambda y: y.data + 0,
-    "set data of another": _set_data,
     "untyped_storage": _through_storage,
     "set_": lambda y: torch.empty(0, dtype=y.dtype).set_(y) + 0,
     "tolist": lambda y: torch.tensor(y.tolist(), dtype=y.dtype),
@@ -372,6 +370,31 @@ def _text_shows_the_result(name: str) -> None:
 @pytest.mark.parametrize("name", _TEXTS)
 def test_text_shows_the_finished_value(name: str) -> None:
     run(2, _text_shows_the_result, name)
+
+
+_BELOW_PYTHON: dict[str, Callable[[Tensor], Any]] = {
+    "to_dlpack": lambda y: torch.from_dlpack(torch.utils.dlpack.to_dlpack(y)) + 0,
+    "set data of another": _set_data,
+}
+
+
+def _refused_in_words(name: str) -> None:
+    with in_flight() as gate:
+        y = _reduced()
+        gate.open_after(0.02)
+        if F.work_of(y) is not None:
+            with pytest.raises(RuntimeError, match="must be reached through .wait()"):
+                _BELOW_PYTHON[name](y)
+        assert torch.equal(_BELOW_PYTHON[name](y.wait() if _is_wrapped(y) else y), _sum())
+
+
+def _is_wrapped(y: Tensor) -> bool:
+    return isinstance(y, AsyncCollectiveTensor)
+
+
+@pytest.mark.parametrize("name", _BELOW_PYTHON)
+def test_what_reads_memory_below_python_is_refused_in_words(name: str) -> None:
+    run(2, _refused_in_words, name)
 
 
 def _unpickles_as_a_plain_tensor() -> None:

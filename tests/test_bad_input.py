@@ -153,7 +153,7 @@ _CALLS: dict[str, tuple[Callable[[int], Any], str, Any]] = {
     "empty list": (lambda n: F.all_reduce_coalesced([], "sum", None), "empty", ValueError),
     "dims of wrong length": (
         lambda n: F.reduce_scatter_single_coalesced([torch.ones(n)], "sum", [0, 0], None),
-        "2",
+        "got [0, 0]",
         ValueError,
     ),
 }

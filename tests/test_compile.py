@@ -532,6 +532,57 @@ def test_tensor_parallel_step(backend: str) -> None:
     run(2, _training_step, backend, deadline=INDUCTOR_DEADLINE)
 
 
+def _strided_temporaries() -> None:
+    """Whatever strides Inductor gives a temporary, the collective takes and the result has them."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    xs = _xs((8, 8))
+    for name in _STARTS:
+        start, reference = _starts()[name]
+        want = reference([(x * 2).t()[:, ::2] for x in xs])
+
+        def f(x: Tensor, start: Callable[[Tensor], Tensor] = start) -> Tensor:
+            return torch.ops.c10d_ext.wait_tensor(start((x * 2).t()[:, ::2])).sin()
+
+        torch._dynamo.reset()
+        _assert_close(torch.compile(f, fullgraph=True)(xs[rank]), want.sin().contiguous(), name)
+    assert n == 2
+
+
+def test_strided_temporaries() -> None:
+    run(2, _strided_temporaries, deadline=INDUCTOR_DEADLINE)
+
+
+def _input_overwritten_behind_the_wait(passes: list[str]) -> None:
+    """The graph updates its own input after the collective that reads it."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    xs = _xs((4, 5))
+
+    def f(x: Tensor) -> Tensor:
+        y = F.all_gather_single(x, 0, None)
+        x.add_(100)
+        return y * 2
+
+    settings = {
+        "reorder_for_compute_comm_overlap": bool(passes),
+        "reorder_for_compute_comm_overlap_passes": passes,
+    }
+    with torch._inductor.config.patch(settings):
+        compiled = torch.compile(f, fullgraph=True)
+        for _ in range(3):
+            x = xs[rank].clone()
+            with in_flight() as gate:
+                gate.open_after(0.05)
+                y = compiled(x)
+            _assert_close(y, 2 * torch.cat(xs))
+            _assert_close(x, xs[rank] + 100)
+    assert n == 2
+
+
+@pytest.mark.parametrize("passes", [[], ["sink_waits"], ["raise_comms", "sink_waits"]])
+def test_input_overwritten_behind_the_wait(passes: list[str]) -> None:
+    run(2, _input_overwritten_behind_the_wait, passes, deadline=INDUCTOR_DEADLINE)
+
+
 def _same_bits_as_eager() -> None:
     """Low precision accumulates wide in compiled code, too, and the factor is not rounded."""
     rank = dist.get_rank()

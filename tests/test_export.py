@@ -22,9 +22,9 @@ class Block(torch.nn.Module):
     def __init__(self, n: int, rank: int) -> None:
         super().__init__()
         weight = smooth_values((4, 2 * n), torch.float32, 5).chunk(n, 1)[rank]
-        self.up = torch.nn.Parameter(weight.contiguous())
+        self.up = torch.nn.Parameter(weight.clone(memory_format=torch.contiguous_format))
         weight = smooth_values((2 * n, 4), torch.float32, 6).chunk(n)[rank]
-        self.down = torch.nn.Parameter(weight.contiguous())
+        self.down = torch.nn.Parameter(weight.clone(memory_format=torch.contiguous_format))
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.all_gather_single(x, 0, None)
@@ -137,6 +137,69 @@ def test_aotinductor_package_in_this_and_a_fresh_process(tmp_path: Path) -> None
     run(2, _load, str(tmp_path), True, deadline=FRESH_DEADLINE)
     run(2, _save_data, str(tmp_path))
     _run_fresh(tmp_path, "package")
+
+
+class EveryOp(torch.nn.Module):
+    """Every function once, each on a temporary."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        from tests.test_compile import _functional_calls
+
+        n = dist.get_world_size()
+        results: list[Tensor] = []
+        for call in _functional_calls(n, None).values():
+            y = call(x * 2)
+            results += [y] if isinstance(y, Tensor) else y
+        return [y + 1 for y in results]
+
+
+def _package_every_op(directory: str) -> None:
+    n, rank = dist.get_world_size(), dist.get_rank()
+    x = smooth_values((2 * n, 2 * n), torch.float32, rank)
+    with torch.no_grad():
+        program = torch.export.export(EveryOp(), (x,))
+        path = f"{directory}/{rank}.pt2"
+        torch._inductor.aoti_compile_and_package(program, package_path=path)
+        want = EveryOp()(x)
+        got = torch._inductor.aoti_load_package(path)(x)
+    assert len(got) == len(want)
+    for position, (y, w) in enumerate(zip(got, want, strict=True)):
+        text = values.close(y + 0, w + 0, tolerance=1e-6)
+        assert not text, f"result {position}: {text}"
+
+
+def test_aotinductor_takes_every_op(tmp_path: Path) -> None:
+    run(2, _package_every_op, str(tmp_path), deadline=FRESH_DEADLINE)
+
+
+class Dispatch(torch.nn.Module):
+    """Rows to the ranks they are meant for, as many as the data says."""
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        theirs = F.all_to_all_single(counts, None, None, None)
+        return F.all_to_all_single(x, theirs.tolist(), counts.tolist(), None) * 2
+
+
+def _data_dependent(strict: bool) -> None:
+    n, rank = dist.get_world_size(), dist.get_rank()
+    program = None
+    for turn in range(3):
+        matrix = [[1 + (i + 2 * j + turn) % 4 for j in range(n)] for i in range(n)]
+        xs = [smooth_values((sum(row), 3), torch.float64, r) for r, row in enumerate(matrix)]
+        args = (xs[rank], torch.tensor(matrix[rank]))
+        if program is None:
+            auto = torch.export.Dim.AUTO
+            program = torch.export.export(
+                Dispatch(), args, strict=strict, dynamic_shapes=({0: auto}, None)
+            ).module()
+        want = 2 * torch.cat([x.split(matrix[r])[rank] for r, x in enumerate(xs)])
+        text = values.close(program(*args) + 0, want)
+        assert not text, f"turn {turn}: {text}"
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_data_dependent_splits_export(strict: bool) -> None:
+    run(2, _data_dependent, strict)
 
 
 def _every_function_exports(strict: bool) -> list[str]:

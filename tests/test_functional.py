@@ -10,6 +10,7 @@ import torch.distributed._functional_collectives as torch_functional
 from torch import Tensor
 
 import torch_c10d_ext.functional as F
+from tests.contract import group
 from tests.harness import run, values
 
 _PUBLIC = sorted(
@@ -238,3 +239,82 @@ def _result_is_contiguous() -> None:
 
 def test_results_are_contiguous_for_every_dimension() -> None:
     run(2, _result_is_contiguous)
+
+
+def _meta_tensors() -> None:
+    """On the meta device shapes are computed and nothing is sent."""
+    n = dist.get_world_size()
+    x = torch.empty(2 * n, 3, device="meta")
+    shapes = {
+        F.all_reduce(x, "sum", None): (2 * n, 3),
+        F.all_gather_single(x, 1, None): (2 * n, 3 * n),
+        F.reduce_scatter_single(x, "sum", 0, None): (2, 3),
+        F.all_gather(x, [2 * n] * n, None): (2 * n * n, 3),
+        F.scatter(x, 0, None): (2, 3),
+        F.all_to_all_single(x, None, None, None): (2 * n, 3),
+    }
+    for y, shape in shapes.items():
+        assert y.device.type == "meta"
+        assert tuple(y.shape) == shape
+
+
+@pytest.mark.parametrize("size", (1, 2))
+def test_meta_tensors(size: int) -> None:
+    run(size, _meta_tensors)
+
+
+def _kinds_of_input() -> None:
+    """Parameters, results of inference mode, and tensors that live in shared memory."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    want = torch.arange(3.0) * n + n * (n - 1) / 2
+    x = torch.arange(3.0) + rank
+    assert torch.equal(F.all_reduce(torch.nn.Parameter(x), "sum", None).detach() + 0, want)
+    with torch.inference_mode():
+        y = F.all_reduce(x.clone(), "sum", None)
+        assert torch.equal(y + 0, want)
+        z = x.clone()
+        assert torch.equal(
+            torch.ops.c10d_ext.wait_tensor(torch.ops.c10d_ext.all_reduce_(z, "sum", group())), want
+        )
+    with torch.no_grad():
+        y = F.all_reduce(torch.nn.Parameter(x), "sum", None)
+        assert not y.requires_grad
+        assert torch.equal(y + 0, want)
+    assert torch.equal(F.all_reduce(x.clone().share_memory_(), "sum", None) + 0, want)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = F.all_reduce(x, "sum", None)
+        assert y.dtype == torch.float32
+        assert torch.equal(y + 0, want)
+
+
+@pytest.mark.parametrize("size", (1, 2))
+def test_kinds_of_input(size: int) -> None:
+    run(size, _kinds_of_input)
+
+
+# Elements: past what an int counts.
+_LARGE = 2**31 + 64
+
+
+def _available_memory() -> int:
+    with open("/proc/meminfo") as meminfo:
+        lines = dict(line.split(":") for line in meminfo)
+    return int(lines["MemAvailable"].split()[0]) * 1024
+
+
+def _large_tensors() -> None:
+    n, rank = dist.get_world_size(), dist.get_rank()
+    x = torch.full((_LARGE,), rank, dtype=torch.uint8)
+    x[-3:] = torch.tensor([7, 8, 9]) * (rank + 1)
+    torch.ops.c10d_ext.wait_tensor(torch.ops.c10d_ext.broadcast_(x, 1, group()))
+    assert x[-3:].tolist() == [14, 16, 18]
+    assert x[0] == x[2**31] == 1
+    half = x[_LARGE // 2 :]
+    y = torch.ops.c10d_ext.wait_tensor(torch.ops.c10d_ext.all_gather_into_tensor(half, n, group()))
+    assert y.numel() == _LARGE
+    assert y[_LARGE // 2 - 3 : _LARGE // 2].tolist() == y[-3:].tolist() == [14, 16, 18]
+
+
+@pytest.mark.skipif(_available_memory() < 12 * 2**30, reason="takes 8 GiB")
+def test_more_elements_than_an_int_counts() -> None:
+    run(2, _large_tensors, deadline=120)

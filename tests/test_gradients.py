@@ -1,5 +1,7 @@
 """Gradients beyond one op: parallel layers, composition, and every way autograd is used."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -31,22 +33,19 @@ def _any_dimension() -> None:
     for dim in (0, 1, 2, -1):
         for name in ("gather", "gather_autograd", "scatter", "scatter_autograd", "tensor"):
             xs = _xs((2 * n, 3 * n, n))
+            f: Any
             if name.startswith("gather"):
                 f = F.all_gather_single_autograd if "autograd" in name else F.all_gather_single
                 y = f(xs[rank], dim, None)
                 ys = [torch.cat(xs, dim)] * n
             elif name.startswith("scatter"):
-                f = (
-                    F.reduce_scatter_single_autograd
-                    if "autograd" in name
-                    else F.reduce_scatter_single
-                )
+                plain = "autograd" not in name
+                f = F.reduce_scatter_single if plain else F.reduce_scatter_single_autograd
                 y = f(xs[rank], "sum", dim, None)
                 ys = list(sum(xs[1:], xs[0]).chunk(n, dim))
             else:
-                y = F.reduce_scatter_tensor_autograd(
-                    F.all_gather_tensor_autograd(xs[rank], dim, None), "avg", dim, None
-                )
+                y = F.all_gather_tensor_autograd(xs[rank], dim, None)
+                y = F.reduce_scatter_tensor_autograd(y, "avg", dim, None)
                 ys = list(torch.cat(xs, dim).chunk(n, dim))
             gs = [smooth_values(tuple(t.shape), torch.float64, r, salt=4) for r, t in enumerate(ys)]
             want = torch.autograd.grad(ys, xs, gs)[rank]

@@ -17,11 +17,36 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _create_work_from_future
 
 DELAY = 0.05
 
-_Job = tuple[Callable[[], Any], list[Tensor], list[Tensor], Any, str]
+_DEADLINE = 30.0
+
+
+class LateWork(dist.Work):
+    """Done when its thread says so; a wait then returns or raises."""
+
+    def __init__(self, verb: str, inputs: list[Tensor], start: Callable[[], Any]) -> None:
+        super().__init__()
+        self._verb = verb
+        self._inputs = inputs
+        self._seen = [x.clone() for x in inputs]
+        self._start = start
+        self._done = threading.Event()
+        self._changed = False
+
+    def run(self) -> None:
+        time.sleep(DELAY)
+        pairs = zip(self._inputs, self._seen, strict=True)
+        self._changed = not all(torch.equal(x, y) for x, y in pairs)
+        self._start().wait()  # the peers count on it either way
+        self._done.set()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        assert self._done.wait(_DEADLINE), f"{self._verb} takes longer than {_DEADLINE:g} s"
+        if self._changed:
+            raise RuntimeError(f"the input of {self._verb} changed in flight")
+        return True
 
 
 class DelayedGroup(dist.ProcessGroup):
@@ -31,25 +56,17 @@ class DelayedGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._name = ""
-        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._works: queue.SimpleQueue[LateWork] = queue.SimpleQueue()
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
         while True:
-            start, inputs, seen, future, verb = self._jobs.get()
-            time.sleep(DELAY)
-            unchanged = all(torch.equal(x, y) for x, y in zip(inputs, seen, strict=True))
-            start().wait()  # the peers count on it either way
-            if unchanged:
-                future.set_result(None)
-            else:
-                future.set_exception(RuntimeError(f"the input of {verb} changed in flight"))
+            self._works.get().run()
 
     def _late(self, verb: str, inputs: list[Tensor], start: Callable[[], Any]) -> dist.Work:
-        future: Any = torch.futures.Future()
-        seen = [x.clone() for x in inputs]
-        self._jobs.put((start, inputs, seen, future, verb))
-        return _create_work_from_future(future)
+        work = LateWork(verb, inputs, start)
+        self._works.put(work)
+        return work
 
     def allreduce(self, tensors: Any, opts: Any) -> dist.Work:
         return self._late("allreduce", tensors, lambda: self._gloo.allreduce(tensors, opts))

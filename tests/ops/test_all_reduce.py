@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.contract import (
@@ -16,7 +18,10 @@ from tests.contract import (
     Case,
     Collective,
     Contract,
+    group,
+    wait,
 )
+from tests.harness import run, values
 from tests.harness.values import reduce_reference
 
 
@@ -101,3 +106,32 @@ COLLECTIVE = AllReduce()
 
 class TestAllReduce(Contract):
     pass
+
+
+def _names_in_any_case() -> None:
+    n, rank = dist.get_world_size(), dist.get_rank()
+    xs = [values.values((5,), torch.int32, r) for r in range(n)]
+    for name in ("SUM", "Sum", "sUm", "MAX", "BXOR"):
+        y = wait(torch.ops.c10d_ext.all_reduce(xs[rank], name, group()))
+        text = values.mismatch(y, reduce_reference(xs, name))
+        assert not text, f"{name}: {text}"
+
+
+def test_reduce_ops_are_named_in_any_case() -> None:
+    run(2, _names_in_any_case)
+
+
+def _many_elements() -> None:
+    """Odd counts past every vector width, thread and cache size, in every conversion."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    for count in (1023, 70_001):
+        for dtype in values.DTYPES:
+            xs = [values.values((count,), dtype, r) for r in range(n)]
+            y = wait(torch.ops.c10d_ext.all_reduce(xs[rank], "sum", group()))
+            text = values.mismatch(y, reduce_reference(xs, "sum"))
+            assert not text, f"{count} {dtype}: {text}"
+
+
+@pytest.mark.parametrize("size", (2, 3))
+def test_many_elements(size: int) -> None:
+    run(size, _many_elements)

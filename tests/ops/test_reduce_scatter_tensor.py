@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.contract import (
@@ -13,7 +15,10 @@ from tests.contract import (
     Case,
     Collective,
     Contract,
+    group,
+    wait,
 )
+from tests.harness import run, values
 from tests.harness.values import reduce_reference
 
 
@@ -89,3 +94,21 @@ COLLECTIVE = ReduceScatterTensor()
 
 class TestReduceScatterTensor(Contract):
     pass
+
+
+def _stacked_input() -> None:
+    """The input may be one slice per rank, (N, *out.shape), as well as their concatenation."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    for shape in ((), (2,), (3, 2), (0, 4), (1, 1, 2)):
+        for dtype in (torch.float32, torch.int16, torch.bfloat16):
+            xs = [values.values((n, *shape), dtype, r) for r in range(n)]
+            out = values.empty_like(shape, dtype, "strided" if shape else "contiguous")
+            torch.ops.c10d_ext.reduce_scatter_tensor_out(xs[rank], "sum", n, group(), out=out)
+            want = reduce_reference(xs, "sum")[rank]
+            text = values.mismatch(wait(out), want)
+            assert not text, f"{shape} {dtype}: {text}"
+
+
+@pytest.mark.parametrize("size", (1, 2, 3))
+def test_out_takes_a_slice_per_rank(size: int) -> None:
+    run(size, _stacked_input)
