@@ -943,7 +943,11 @@ def check_errors(module: str) -> Any:
             fake = _error_of(lambda: bad.call(ops, name), bad.error)  # noqa: B023
         report.expect(f"{what}, fake", _lacks(fake, bad.text))
         torch._dynamo.reset()
-        compiled = torch.compile(lambda: bad.call(ops, name), backend="aot_eager", fullgraph=True)  # noqa: B023
+        compiled = torch.compile(
+            lambda: bad.call(ops, name),  # noqa: B023
+            backend="aot_eager",
+            fullgraph=True,
+        )
         report.expect(f"{what}, compiled", _lacks(_error_of(compiled, Exception), bad.text))
         report.expect(f"{what}, works after compiling", _unusable())
     report.expect("there are bad calls to refuse", report.checked == 0)
