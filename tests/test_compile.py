@@ -39,15 +39,22 @@ def _assert_close(got: Tensor, want: Tensor, what: object = "") -> None:
 # --- buffers in flight ---------------------------------------------------------------------------
 
 
-def _tempting(start: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+def _tempting(start: Callable[[Tensor], Tensor], x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """Leaves a collective in flight amid computations that would love to reuse its buffers."""
     a = (x * 2).sin()  # a temporary: dead, but for the collective that reads it
     y = start(a)
-    b = (x * 3).cos()  # same size: the planner's candidate for a's memory
-    c = torch.cat((b, b * b)).sort(0).values[: x.size(0)]
-    d = (c @ c.t() @ c).tanh()  # an external call between, so that nothing fuses across
-    e = (d @ d.t() @ d).sin()
-    return torch.ops.c10d_ext.wait_tensor(y) + 1, e
+    # Temporaries of a's size, some by external calls into memory that is planned for them.
+    b = (w @ w).tanh()
+    c = (b @ w).tanh()
+    d = (c @ w).tanh()
+    return torch.ops.c10d_ext.wait_tensor(y) + 1, d
+
+
+# Waits as late as they can be, starts as early: the longest time in flight that Inductor can give.
+_LONG_FLIGHTS = {
+    "reorder_for_compute_comm_overlap": True,
+    "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"],
+}
 
 
 def _starts() -> dict[str, tuple[Callable[[Tensor], Tensor], Callable[[list[Tensor]], Tensor]]]:
@@ -115,19 +122,20 @@ _STARTS = (
 
 def _nothing_in_flight_is_reused(name: str, jam: bool) -> None:
     start, reference = _starts()[name]
-    xs = _xs((8, 5))
-    compiled = torch.compile(lambda x: _tempting(start, x), fullgraph=True)
-    rank = dist.get_rank()
+    rank, w = dist.get_rank(), smooth_values((8, 8), torch.float64, 77)
+    xs = _xs((8, 8))
     want = reference([(x * 2).sin() for x in xs]) + 1
-    aside = _tempting(lambda a: a * 1, xs[rank])[1]
+    beside = _tempting(lambda a: a * 1, xs[rank], w)[1]
     kept = xs[rank].clone()
-    compiled(xs[rank])  # compiles
+    with torch._inductor.config.patch(_LONG_FLIGHTS):
+        compiled = torch.compile(lambda x, w: _tempting(start, x, w), fullgraph=True)
+        compiled(xs[rank], w)
     for _ in range(3):
         with in_flight() if jam else contextlib.nullcontext(Gate("unused")) as gate:
             gate.open_after(0.05)
-            y, e = compiled(xs[rank])
+            y, d = compiled(xs[rank], w)
             _assert_close(y, want, "result")
-            _assert_close(e, aside, "computation beside the collective")
+            _assert_close(d, beside, "computation beside the collective")
             assert torch.equal(xs[rank], kept), "input changed"
 
 
@@ -184,6 +192,35 @@ def test_every_op_is_tried_in_flight() -> None:
 def _collective_ops() -> list[str]:
     names = torch._C._dispatch_get_all_op_names()
     return [n.replace("::", ".") for n in names if n.startswith("c10d_ext::")]
+
+
+def _nothing_unused_is_reused(name: str) -> None:
+    """A collective whose result nobody reads still owns its memory until it is done."""
+    start, _ = _starts()[name]
+    rank, w = dist.get_rank(), smooth_values((8, 8), torch.float64, 77)
+    xs = _xs((8, 8))
+
+    def step(x: Tensor, w: Tensor) -> Tensor:
+        start((x * 2).sin())
+        b = (w @ w).tanh()
+        c = (b @ w).tanh()
+        return (c @ w).tanh()
+
+    want = _tempting(lambda a: a * 1, xs[rank], w)[1]
+    compiled = torch.compile(step, fullgraph=True)
+    compiled(xs[rank], w)
+    for _ in range(3):
+        with in_flight() as gate:
+            gate.open_after(0.1)
+            got = [compiled(xs[rank], w) for _ in range(3)]
+        dist.barrier()  # what was in flight has landed, wherever that is
+        for each in got:
+            _assert_close(each, want, "computation beside the collective")
+
+
+@pytest.mark.parametrize("name", _STARTS)
+def test_inductor_reuses_nothing_of_an_unused_result(name: str) -> None:
+    run(2, _nothing_unused_is_reused, name, deadline=INDUCTOR_DEADLINE)
 
 
 def _unwaited_result_of_a_graph() -> None:
