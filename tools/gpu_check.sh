@@ -33,8 +33,8 @@ if "$PYTHON" -c 'import xdist' 2>/dev/null && ((cores >= 8)); then
 fi
 
 LIMIT=${LIMIT:-580}
-BENCH_RESERVE=130
-BENCH_STARTING=70 # of these seconds, for starting ranks and compiling
+BENCH_RESERVE=150
+BENCH_STARTING=100 # of these seconds, for starting ranks and compiling
 steps=()
 failures=0
 began=$SECONDS
