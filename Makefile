@@ -1,6 +1,7 @@
 # make demo     train a tensor-parallel transformer on 2 ranks, eager and compiled
 # make test     the whole suite (PYTEST_ARGS="tests/ops -k all_reduce" for a part)
-# make bench    latency and bandwidth against torch's own collectives
+# make sanitize the C++ tests under AddressSanitizer, UBSan and ThreadSanitizer
+# make bench    latency and bandwidth against torch's own collectives, gloo and the MPIs
 # make lint     ruff, mypy, clang-format (make format rewrites)
 # make build    the environment and the extension, in place; everything above does this first
 # make wheel    dist/*.whl for the torch in .venv
@@ -13,6 +14,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 MAX_JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 PYTEST_ARGS ?=
+SANITIZE_ARGS ?=
 BENCH_ARGS ?=
 DEMO_ARGS ?=
 
@@ -31,7 +33,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 say = @printf '\033[1m==> %s\033[0m\n'
 
-.PHONY: build demo test bench lint format wheel clean distclean FORCE
+# None of make's own rules: one would link csrc/backends/shm.cpp into the directory beside it.
+MAKEFLAGS += --no-builtin-rules
+.SUFFIXES:
+
+.PHONY: build demo test sanitize bench lint format wheel clean distclean FORCE
 .DELETE_ON_ERROR:
 
 build: $(VENV)/.built
@@ -68,7 +74,15 @@ test: build
 	$(say) "running the tests"
 	@$(PY) -m pytest $(PYTEST_ARGS)
 
-bench: build
+$(VENV)/.bench: tools/requirements-bench.txt $(VENV)/.torch
+	@$(PY) -m pip install -q -r tools/requirements-bench.txt && touch $@ || \
+		echo "no matplotlib, and so no picture"
+
+sanitize: $(VENV)/.torch
+	$(say) "running the C++ tests under the sanitizers"
+	@$(PY) tools/sanitize.py $(SANITIZE_ARGS)
+
+bench: build $(VENV)/.bench
 	$(say) "measuring against torch's own collectives"
 	@$(PY) benchmarks/run.py $(BENCH_ARGS)
 

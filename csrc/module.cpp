@@ -1,14 +1,19 @@
 // torch_c10d_ext._C: what Python needs beside the ops themselves.
 
 #include <c10/core/AutogradState.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "backends/shm.h"
+#include "core/entry.h"
+#include "core/failure.h"
 #include "core/group.h"
 #include "core/pending.h"
+#include "core/wrapper.h"
 
 namespace c10d_ext {
 namespace {
@@ -20,32 +25,74 @@ enum Delivery : int64_t {
   kTraced = 2,    // under a trace, a mode, a transform or forward mode: an explicit wait
 };
 
-int64_t delivery(const at::Tensor& result) {
+bool is_traced(const at::Tensor& t) {
   constexpr c10::DispatchKeySet special({c10::DispatchKey::Python, c10::DispatchKey::Functionalize,
                                          c10::DispatchKey::FuncTorchGradWrapper,
                                          c10::DispatchKey::FuncTorchBatched});
   constexpr c10::DispatchKeySet modes({c10::DispatchKey::Python, c10::DispatchKey::PythonDispatcher,
                                        c10::DispatchKey::FuncTorchDynamicLayerFrontMode});
-  if (result.is_meta() || result.key_set().has_any(special) ||
-      c10::impl::tls_local_dispatch_key_set().included_.has_any(modes)) {
+  return t.is_meta() || t.key_set().has_any(special) ||
+         c10::impl::tls_local_dispatch_key_set().included_.has_any(modes);
+}
+
+bool has_tangent(const at::Tensor& t) {
+  return c10::AutogradState::get_tls_state().get_fw_grad_mode() &&
+         t._fw_grad(/*level=*/0).defined();
+}
+
+int64_t delivery(const at::Tensor& result) {
+  if (is_traced(result)) {
     return kTraced;
   }
   if (!is_pending(result)) {
     return kReady;
   }
   // A wrapper cannot carry a tangent.
-  const bool dual = c10::AutogradState::get_tls_state().get_fw_grad_mode() &&
-                    result._fw_grad(/*level=*/0).defined();
-  return dual ? kTraced : kInFlight;
+  return has_tangent(result) ? kTraced : kInFlight;
 }
 
-// A wrapper has no memory of its own: whoever asks for its data pointer, from C or C++ code that
-// knows nothing of wrappers, gets this error instead of a null pointer to read from.
-void seal(const at::Tensor& wrapper) {
-  wrapper.storage().unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(
-      "AsyncCollectiveTensor: its memory must be reached through .wait(), got a request for its "
-      "data "
-      "pointer");
+// Whether nobody but the kernel needs to know that `output` becomes a function of `input`.
+bool is_eager(const at::Tensor& output, const at::Tensor& input) {
+  for (const at::Tensor* t : {&output, &input}) {
+    if (is_traced(*t) || has_tangent(*t) || (c10::GradMode::is_enabled() && t->requires_grad())) {
+      return false;
+    }
+  }
+  return output.scalar_type() == input.scalar_type();
+}
+
+pybind11::object wrapper_of(pybind11::handle type, pybind11::handle elem) {
+  auto wrapper =
+      pybind11::reinterpret_steal<pybind11::object>(make_wrapper(type.ptr(), elem.ptr()));
+  if (!wrapper) {
+    throw pybind11::error_already_set();
+  }
+  return wrapper;
+}
+
+const char* class_of(CollectiveError::Kind kind) {
+  switch (kind) {
+    case CollectiveError::Kind::RankLost:
+      return "RankLost";
+    case CollectiveError::Kind::Timeout:
+      return "CollectiveTimeout";
+    case CollectiveError::Kind::Mismatch:
+      return "CollectiveMismatch";
+    case CollectiveError::Kind::Closed:
+      return "GroupClosed";
+  }
+  return "CollectiveError";
+}
+
+// Out of torch's own functions too: all modules of a process share the translators.
+void translate(std::exception_ptr thrown) {
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const CollectiveError& e) {
+    const auto type = pybind11::module_::import("torch_c10d_ext.errors").attr(class_of(e.kind()));
+    const auto error = type(e.what_without_backtrace(), e.ranks(), e.op(), e.seq(), e.group());
+    PyErr_SetObject(type.ptr(), error.ptr());
+  }
 }
 
 }  // namespace
@@ -55,12 +102,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   namespace py = pybind11;
   using namespace c10d_ext;
 
+  py::register_exception_translator(translate);
+  bind_shm(m);
+
   m.attr("torch_version") = C10D_EXT_TORCH_VERSION;
   m.attr("READY") = static_cast<int64_t>(kReady);
   m.attr("IN_FLIGHT") = static_cast<int64_t>(kInFlight);
   m.attr("TRACED") = static_cast<int64_t>(kTraced);
 
+  // The ops by name, for eager callers.
+  m.attr("ops") = py::reinterpret_steal<py::dict>(entry::all());
+
+  m.def("is_eager", &is_eager);
   m.def("delivery", &delivery);
+  m.def("make_wrapper", &wrapper_of);
   m.def("seal", &seal);
   m.def("wait", &wait, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("work_of", &work_of);

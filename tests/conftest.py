@@ -9,6 +9,17 @@ import torch
 from tests import harness
 
 
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Without pytest-timeout every wait still has its own deadline; its settings mean nothing."""
+    if not (pluginmanager.hasplugin("timeout") or pluginmanager.hasplugin("pytest_timeout")):
+        for name in ("timeout", "timeout_method"):
+            parser.addini(name, "of pytest-timeout, which is not installed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "timeout(seconds): a deadline, by pytest-timeout")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _worker_pools() -> Iterator[None]:
     yield

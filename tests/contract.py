@@ -2,8 +2,9 @@
 
 A test module describes one collective (`Collective`: argument cases, a reference, the calls it must
 refuse) and derives its test class from `Contract`; the checks below then run on every rank of
-process groups of 1 to 4 workers, for every form of the op (`x`, `x_`, `x_out`, `x_coalesced`,
-`x_coalesced_`). A check walks all its combinations and reports every failing one, in words.
+process groups of 1 to 4 workers, on gloo and on shm, for every form of the op (`x`, `x_`, `x_out`,
+`x_coalesced`, `x_coalesced_`). A check walks all its combinations and reports every failing one, in
+words.
 """
 
 from __future__ import annotations
@@ -366,12 +367,12 @@ def _check_layout(
     mine = [world[rank] for world in worlds]
     before = [values.memory(x) for x in mine]
     inplace = form in (INPLACE, COALESCED_INPLACE)
-    gaps_before = [_gaps(x) for x in mine] if inplace else []
+    gaps_before = [gaps(x) for x in mine] if inplace else []
     tries: list[list[Tensor]] = [[]]
     if form == OUT:
         tries = [[out] for out in _outs(c, vs[0].case, wanted[0])]
     for outs in tries:
-        around = [_gaps(out) for out in outs]
+        around = [gaps(out) for out in outs]
         started = start(c, form, vs[0].case, mine, outs)
         if form in (INPLACE, OUT, COALESCED_INPLACE):
             targets = outs if form == OUT else mine
@@ -381,11 +382,11 @@ def _check_layout(
         for y, want in zip(results, wanted, strict=True):
             where = f"{what}, out {tuple(y.shape)} strides {y.stride()}" if form == OUT else what
             report.expect(where, values.mismatch(y.reshape(want.shape), want))
-        for out, gaps in zip(outs, around, strict=True):
-            report.expect(f"{what}: wrote between the elements of out", _gaps(out) != gaps)
+        for out, was in zip(outs, around, strict=True):
+            report.expect(f"{what}: wrote between the elements of out", gaps(out) != was)
         if inplace:
-            for x, gaps in zip(mine, gaps_before, strict=True):
-                report.expect(f"{what}: wrote between the elements", _gaps(x) != gaps)
+            for x, was in zip(mine, gaps_before, strict=True):
+                report.expect(f"{what}: wrote between the elements", gaps(x) != was)
         else:
             after = [values.memory(x) for x in mine]
             report.expect(f"{what}: input changed", after != before)
@@ -402,7 +403,7 @@ def _outs(c: Collective, case: Case, want: Tensor) -> Iterator[Tensor]:
                 yield values.empty_like(shape, want.dtype, layout)
 
 
-def _gaps(x: Tensor) -> bytes:
+def gaps(x: Tensor) -> bytes:
     """The bytes of x's storage that belong to none of its elements."""
     storage = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()).clone()
     covered = storage.view(x.dtype)
@@ -979,9 +980,15 @@ def _unusable() -> str:
 # --- in the parent -------------------------------------------------------------------------------
 
 
-def verify(world_size: int, check: Callable[..., Any], *args: Any, deadline: float = 100) -> None:
+def verify(
+    world_size: int,
+    check: Callable[..., Any],
+    *args: Any,
+    backend: str = "gloo",
+    deadline: float = 100,
+) -> None:
     """Run a check on every rank and fail with every failing combination of every rank."""
-    results = run(world_size, check, *args, deadline=deadline)
+    results = run(world_size, check, *args, backend=backend, deadline=deadline)
     ranks_by_text: dict[str, list[int]] = {}
     for rank, (texts, _, _) in enumerate(results):
         for text in texts:
@@ -998,10 +1005,14 @@ def verify(world_size: int, check: Callable[..., Any], *args: Any, deadline: flo
     assert all(count > 1 for _, _, count in results), "nothing was checked"
 
 
+def places(gloo: Sequence[int], shm: Sequence[int]) -> Any:
+    """The backends and world sizes that a test runs at."""
+    pairs = [*(("gloo", n) for n in gloo), *(("shm", n) for n in shm)]
+    return pytest.mark.parametrize(("backend", "size"), pairs)
+
+
 class Contract:
     """Base of a collective's test class; the module holds the Collective as COLLECTIVE."""
-
-    SIZES = (1, 2, 3, 4)
 
     @property
     def module(self) -> str:
@@ -1022,16 +1033,17 @@ class Contract:
             return [form for form in everything if form != OUT]
         return everything
 
-    @pytest.mark.parametrize("size", SIZES)
-    def test_values(self, form: str, size: int) -> None:
-        verify(size, check_values, self.module, form)
+    @places(gloo=(1, 2, 3, 4), shm=(2, 4))
+    def test_values(self, form: str, backend: str, size: int) -> None:
+        verify(size, check_values, self.module, form, backend=backend)
 
-    def test_values_of_one_rank_through_the_backend(self, form: str) -> None:
-        verify(1, check_values_of_one_rank, self.module, form)
+    @pytest.mark.parametrize("backend", ("gloo", "shm"))
+    def test_values_of_one_rank_through_the_backend(self, form: str, backend: str) -> None:
+        verify(1, check_values_of_one_rank, self.module, form, backend=backend)
 
-    @pytest.mark.parametrize("size", SIZES)
-    def test_layouts(self, form: str, size: int) -> None:
-        verify(size, check_layouts, self.module, form)
+    @places(gloo=(1, 2, 3, 4), shm=(2,))
+    def test_layouts(self, form: str, backend: str, size: int) -> None:
+        verify(size, check_layouts, self.module, form, backend=backend)
 
     @pytest.mark.parametrize("size", (1, 3))
     def test_fake_equals_real(self, form: str, size: int) -> None:
@@ -1041,9 +1053,9 @@ class Contract:
     def test_opcheck(self, form: str, size: int) -> None:
         verify(size, check_opcheck, self.module, form)
 
-    @pytest.mark.parametrize("size", (1, 2, 3))
-    def test_gradients(self, form: str, size: int) -> None:
-        verify(size, check_gradients, self.module, form)
+    @places(gloo=(1, 2, 3), shm=(2, 4))
+    def test_gradients(self, form: str, backend: str, size: int) -> None:
+        verify(size, check_gradients, self.module, form, backend=backend)
 
     @pytest.mark.parametrize("size", (1, 2, 3))
     def test_vmap(self, form: str, size: int) -> None:
@@ -1053,9 +1065,10 @@ class Contract:
     def test_func_transforms(self, size: int) -> None:
         verify(size, check_func, self.module)
 
-    @pytest.mark.parametrize("size", (1, 2))
-    def test_aot_eager(self, form: str, size: int) -> None:
-        verify(size, check_compiled, self.module, form, "aot_eager", None)
+    @places(gloo=(1, 2), shm=(2,))
+    def test_aot_eager(self, form: str, backend: str, size: int) -> None:
+        limit = None if backend == "gloo" else 1  # tracing does not see the backend
+        verify(size, check_compiled, self.module, form, "aot_eager", limit, backend=backend)
 
     def test_inductor(self, form: str) -> None:
         verify(2, check_compiled, self.module, form, "inductor", 1, deadline=200)

@@ -127,7 +127,14 @@ def _nothing_in_flight_is_reused(name: str, jam: bool) -> None:
     want = reference([(x * 2).sin() for x in xs]) + 1
     beside = _tempting(lambda a: a * 1, xs[rank], w)[1]
     kept = xs[rank].clone()
-    with torch._inductor.config.patch(_LONG_FLIGHTS):
+    settings = dict(_LONG_FLIGHTS)
+    if not jam:
+        # torch 2.12 compares the ranks' graphs by an object collective, which our backend in Python
+        # does not have.
+        optimizations = torch._inductor.config.aten_distributed_optimizations
+        if hasattr(optimizations, "spmd_check"):
+            settings["aten_distributed_optimizations.spmd_check"] = False
+    with torch._inductor.config.patch(settings):
         compiled = torch.compile(lambda x, w: _tempting(start, x, w), fullgraph=True)
         compiled(xs[rank], w)
     for _ in range(3):
@@ -208,7 +215,11 @@ def _nothing_unused_is_reused(name: str) -> None:
 
     want = _tempting(lambda a: a * 1, xs[rank], w)[1]
     compiled = torch.compile(step, fullgraph=True)
-    compiled(xs[rank], w)
+    _, (code,) = run_and_get_code(compiled, xs[rank], w)
+    (call,) = re.findall(r"^ +(?:\w+ = )?torch\.ops\.c10d_ext\..*", code, re.MULTILINE)
+    in_flight_code = code[code.index(call) :].split("wait_tensor")[0]  # in place: waited for
+    for buffer in re.findall(r"buf\d+", call):
+        assert f"del {buffer}  # reuse" not in in_flight_code, f"{buffer} of {call}"
     for _ in range(3):
         with in_flight() as gate:
             gate.open_after(0.1)

@@ -1,7 +1,10 @@
 """Exported programs and AOTInductor packages run in a process that has only the package."""
 
+import datetime as dt
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -132,9 +135,33 @@ def test_exported_program_in_this_and_a_fresh_process(strict: bool, tmp_path: Pa
         _run_fresh(tmp_path, "program")
 
 
+def _threads_run_while_a_package_waits(directory: str) -> None:
+    """AOTInductor keeps the GIL, which what a collective waits for may need."""
+    module = torch._inductor.aoti_load_package(f"{directory}/{dist.get_rank()}.pt2")
+    x, want = _inputs(6)[dist.get_rank()], _want(6)
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+
+        def let_the_other_rank_go() -> None:
+            time.sleep(0.05)
+            store.set("tests/package", "")
+
+        thread = threading.Thread(target=let_the_other_rank_go)
+        thread.start()
+        got = module(x)
+        thread.join(30)
+    else:
+        store.wait(["tests/package"], dt.timedelta(seconds=30))
+        got = module(x)
+    text = values.close(got + 0, want, tolerance=1e-5)
+    assert not text, text
+
+
 def test_aotinductor_package_in_this_and_a_fresh_process(tmp_path: Path) -> None:
     run(2, _save, str(tmp_path), False, True, deadline=FRESH_DEADLINE)
     run(2, _load, str(tmp_path), True, deadline=FRESH_DEADLINE)
+    for backend in ("gloo", "shm"):
+        run(2, _threads_run_while_a_package_waits, str(tmp_path), backend=backend)
     run(2, _save_data, str(tmp_path))
     _run_fresh(tmp_path, "package")
 

@@ -231,11 +231,78 @@ def _in_place_keeps_history() -> None:
     want = 2 * sum(gs[1:], gs[0])
     want[2] = 0
     _assert_close(got, want)
+    # Written through a view, and read through it.
+    ops = torch.ops.c10d_ext
+    for op, rest in ((ops.all_reduce_, ("sum", group())), (ops.broadcast_, (0, group()))):
+        view = (xs[rank] * 2).view(3, 1)
+        op(view, *rest)
+        (got,) = torch.autograd.grad(wait(view), xs[rank], gs[rank].view(3, 1))
+        counts = op is ops.all_reduce_ or rank == 0
+        _assert_close(got, 2 * sum(gs[1:], gs[0]) * counts, op)
 
 
 @pytest.mark.parametrize("size", (1, 2))
 def test_in_place_rebases_history(size: int) -> None:
     run(size, _in_place_keeps_history)
+
+
+def _in_place_lists() -> None:
+    """A list's gradients travel in one message; tensors that are views have a node each."""
+    n = dist.get_world_size()
+    leaves = [x.requires_grad_() for x in (*_xs((2, 3))[:1], *_xs((4,), 1)[:1])]
+    weights = [_xs((2, 3), 2)[0], _xs((4,), 3)[0]]
+
+    def gradients(temporaries: list[Tensor]) -> tuple[Tensor, ...]:
+        ys = torch.ops.c10d_ext.all_reduce_coalesced_(temporaries, "sum", group())
+        loss = sum((wait(y).reshape(w.shape) * w).sum() for y, w in zip(ys, weights, strict=True))
+        return torch.autograd.grad(loss, leaves)
+
+    plain = [x * 1 for x in leaves]
+    for grad, weight in zip(gradients(plain), weights, strict=True):
+        _assert_close(grad, n * weight)
+    assert plain[0].grad_fn is plain[1].grad_fn
+    views = [(x * 1).view(-1) for x in leaves]
+    for grad, weight in zip(gradients(views), weights, strict=True):
+        _assert_close(grad, n * weight)
+    # Where only one is differentiable, the others stay plain.
+    mixed = [leaves[0] * 1, torch.ones(4, dtype=torch.float64)]
+    torch.ops.c10d_ext.all_reduce_coalesced_(mixed, "sum", group())
+    assert wait(mixed[0]).requires_grad
+    assert not wait(mixed[1]).requires_grad
+    _assert_close(torch.autograd.grad(mixed[0].sum(), leaves[0])[0], torch.full_like(leaves[0], n))
+
+
+@pytest.mark.parametrize("size", (1, 2))
+def test_in_place_lists(size: int) -> None:
+    run(size, _in_place_lists)
+
+
+def _inplace_functions() -> None:
+    """They write directly where nothing is recorded, and differentiate where it is."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    leaf = _xs((2 * n, 3))[rank].requires_grad_()
+    total = n * torch.ones(2 * n, 3, dtype=torch.float64)
+    outs = {
+        "all_reduce": F.all_reduce_inplace(leaf * 1, "sum", None),
+        "all_gather": F.all_gather_tensor_inplace(leaf.new_empty(2 * n * n, 3), leaf, None),
+        "all_to_all": F.all_to_all_inplace(leaf.new_empty(2 * n, 3), leaf, None, None, None),
+    }
+    wants = {"all_reduce": total, "all_gather": total, "all_to_all": total / n}
+    for name, out in outs.items():
+        _assert_close(torch.autograd.grad(out.sum(), leaf)[0], wants[name], name)
+    out = F.reduce_scatter_tensor_inplace(leaf.new_empty(2, 3), leaf, "sum", None)
+    _assert_close(torch.autograd.grad(out.sum(), leaf)[0], total / n)
+    out = F.broadcast_inplace(leaf * 1, 0, None)
+    _assert_close(torch.autograd.grad(out.sum(), leaf)[0], total * (rank == 0))
+    with torch.no_grad():
+        assert not F.all_reduce_inplace(leaf * 1, "sum", None).requires_grad
+    with pytest.raises(RuntimeError, match="leaf"):
+        F.all_reduce_inplace(leaf, "sum", None)
+
+
+@pytest.mark.parametrize("size", (1, 2))
+def test_inplace_functions(size: int) -> None:
+    run(size, _inplace_functions)
 
 
 def _saved_tensors_are_checked() -> None:

@@ -24,13 +24,17 @@ fi
 # Only the plug-ins the suite uses: what else a big environment holds may warn, and warnings are
 # errors here. The variable also reaches xdist's workers, `-p` does not.
 export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
-export PYTEST_PLUGINS=pytest_timeout
+plugins=()
 parallel=()
+if "$PYTHON" -c 'import pytest_timeout' 2>/dev/null; then
+  plugins+=(pytest_timeout)
+fi
 if "$PYTHON" -c 'import xdist' 2>/dev/null && ((cores >= 8)); then
-  PYTEST_PLUGINS+=,xdist.plugin
+  plugins+=(xdist.plugin)
   # A file stays on one worker, which keeps its pools of ranks: at most 1 + 2 + 3 + 4 processes.
   parallel=(-n "$((cores / 4))" --dist loadfile)
 fi
+export PYTEST_PLUGINS=$(IFS=, && echo "${plugins[*]-}")
 
 LIMIT=${LIMIT:-580}
 BENCH_RESERVE=150

@@ -1,4 +1,6 @@
 from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -7,8 +9,16 @@ torch_version: str
 READY: int
 IN_FLIGHT: int
 TRACED: int
+SHM_MIN_ARENA: int
 
+# The ops by name, called like torch.ops.c10d_ext.<name>.default, in eager code.
+ops: dict[str, Callable[..., Any]]
+
+def is_eager(output: torch.Tensor, input: torch.Tensor) -> bool: ...
 def delivery(result: torch.Tensor) -> int: ...
+
+# `elem` must be a plain tensor.
+def make_wrapper(type: type, elem: torch.Tensor) -> Any: ...
 def seal(wrapper: torch.Tensor) -> None: ...
 def wait(tensor: torch.Tensor) -> None: ...
 def work_of(tensor: torch.Tensor) -> dist.Work | None: ...
@@ -18,3 +28,19 @@ def group_size(name: str) -> int: ...
 def where(name: str) -> str: ...
 def set_single_rank_shortcut(enabled: bool) -> None: ...
 def set_group_names_provider(provider: Callable[[], str]) -> None: ...
+def connect_shm(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    group_name: str,
+    global_ranks: list[int],
+    *,
+    arena: int,
+    spin_time: timedelta,
+    inline_time: timedelta,
+    progress_thread: bool,
+    strict: bool,
+) -> tuple[dist.Backend | None, str]: ...
+def close_shm_groups(grace: timedelta) -> None: ...
+def shm_mapping_bytes(size: int, arena: int) -> int: ...

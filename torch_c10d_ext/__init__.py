@@ -27,11 +27,19 @@ if _BUILT_WITH.split(".")[:2] != torch.__version__.split(".")[:2]:
     )
 
 from torch_c10d_ext import _C as _C
-from torch_c10d_ext import _groups, _inductor, functional
+from torch_c10d_ext import _backends, _groups, _inductor, errors, functional
 from torch_c10d_ext._async import AsyncCollectiveTensor, pending_count, work_of
 
 _C.set_group_names_provider(_groups.known_names)
 _inductor.enable()
+# Last in, first out: what the backends still complete is swept after it.
 atexit.register(_C.sweep)
+_backends.register()
 
-__all__ = ["AsyncCollectiveTensor", "functional", "pending_count", "work_of"]
+__all__ = [
+    "AsyncCollectiveTensor",
+    "errors",
+    "functional",
+    "pending_count",
+    "work_of",
+]

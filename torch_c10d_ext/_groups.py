@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -75,9 +76,80 @@ def group_name(group: Group, tag: str = "") -> str:
     )
 
 
+def member(op: str, group: Group) -> str | None:
+    """The registered name of ``group``; None, with torch's warning, on ranks outside of it."""
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        c10d._warn_not_in_group(op)
+        return None
+    return group_name(group)
+
+
+def group_rank(name: str) -> int:
+    """This rank in the group registered as ``name``."""
+    return c10d._resolve_process_group(name).rank()
+
+
+def root_of(op: str, role: str, name: str, rank: int | None, rank_in_group: int | None) -> int:
+    """The rank in a group that is given by its rank in the world or in the group."""
+    if (rank is None) == (rank_in_group is None):
+        raise ValueError(
+            f"{op}: one of {role} and group_{role} must be given, got {rank} and {rank_in_group} "
+            f"{where(name)}"
+        )
+    if rank_in_group is not None:
+        return rank_in_group
+    members = _world_ranks(name)
+    if rank not in members:
+        raise ValueError(
+            f"{op}: {role} must be a rank of the group, {members}, got {rank} {where(name)}"
+        )
+    return members.index(rank)
+
+
+def cpu_backend(pg: dist.ProcessGroup) -> dist.Backend:
+    """What serves CPU tensors in a group."""
+    return pg._get_backend(torch.device("cpu"))
+
+
+def device_of(name: str) -> str:
+    """The type of a device that a group communicates with, the CPU if it can."""
+    kinds = [device.type for device in c10d._resolve_process_group(name)._device_types]
+    return "cpu" if "cpu" in kinds or not kinds else kinds[0]
+
+
+def _world_ranks(name: str) -> list[int]:
+    return dist.get_process_group_ranks(c10d._resolve_process_group(name))
+
+
+def reduction_of(op: Any) -> tuple[str, complex | None]:
+    """The name of a ``ReduceOp``, or of a name, and the factor of ``PREMUL_SUM``."""
+    if isinstance(op, str):
+        return op, None
+    if type(op) is dist.ReduceOp.RedOpType:
+        return op.name.lower(), None
+    return _reduction_with_factor(op)
+
+
+def _reduction_with_factor(op: Any) -> tuple[str, complex | None]:
+    if not isinstance(op, dist.ReduceOp):
+        raise TypeError(f"op: must be a ReduceOp or its name, got {type(op).__name__}")
+    kind, factor = op.__getstate__()
+    if isinstance(factor, torch.Tensor):
+        factor = factor.item()
+    if isinstance(factor, float) and factor.is_integer():
+        factor = int(factor)  # torch keeps floats alone, integers have factors too
+    return kind.name.lower(), factor
+
+
 def group_size(name: str) -> int:
     """The number of ranks of the group registered as ``name``."""
     return _C.group_size(name)
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    """The group registered as ``name``."""
+    group_size(name)  # its error says which groups there are
+    return c10d._resolve_process_group(name)
 
 
 def where(name: str) -> str:
@@ -129,3 +201,7 @@ def known_names() -> str:
 _name_by_ranks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 group_size._dynamo_marked_constant = True  # type: ignore[attr-defined]
 where._dynamo_marked_constant = True  # type: ignore[attr-defined]
+group_rank._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_world_ranks._dynamo_marked_constant = True  # type: ignore[attr-defined]
+device_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_reduction_with_factor._dynamo_marked_constant = True  # type: ignore[attr-defined]

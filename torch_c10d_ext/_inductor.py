@@ -11,6 +11,7 @@ import functools
 import hashlib
 import importlib.abc
 import importlib.util
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
@@ -49,6 +50,8 @@ def start(op: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     from torch._inductor import ir
 
     node = ir._CollectiveKernel.create_out_of_place(op, inputs, *args, **kwargs)
+    outputs = node if isinstance(node, list) else [node]
+    _keep_unless_waited_for(*(inputs if isinstance(inputs, (list, tuple)) else [inputs]), *outputs)
     if isinstance(node, list):
         return [ir.TensorBox.create(output) for output in node]
     return ir.TensorBox.create(node)
@@ -74,7 +77,22 @@ def start_reusing(op: Any, in_place: Any, inputs: Any, *args: Any) -> Any:
         V.graph.no_fuse_buffer_names.add(copy.get_name())
     copy = ir.ExternKernel.require_contiguous(copy)
     ir._CollectiveKernel.create_inplace(in_place, copy, *args)
+    _keep_unless_waited_for(copy)
     return copy
+
+
+def _keep_unless_waited_for(*buffers: Any) -> None:
+    """Keeps the memory of a collective that the graph never waits for from being reused.
+
+    A wait extends the life of what the collective reads and writes until then. Without one Inductor
+    would give the memory to the next kernel at once, and the collective would write on it.
+    """
+    from torch._inductor.virtualized import V
+
+    users = list(V.graph.current_node.users)
+    users += [each for user in users for each in user.users if user.target is operator.getitem]
+    if not any("wait_tensor" in str(user.target) for user in users):
+        V.graph.never_reuse_buffers.update(buffer.get_name() for buffer in buffers)
 
 
 def enable() -> None:

@@ -31,7 +31,7 @@ from torch_c10d_ext.ops.all_to_all_single import (
     all_to_all_single,
     all_to_all_single_autograd,
 )
-from torch_c10d_ext.ops.broadcast import broadcast, broadcast_coalesced
+from torch_c10d_ext.ops.broadcast import broadcast, broadcast_coalesced, broadcast_inplace
 from torch_c10d_ext.ops.copy_to_group import copy_to_group
 from torch_c10d_ext.ops.gather import gather
 from torch_c10d_ext.ops.permute_tensor import permute_tensor
@@ -71,6 +71,7 @@ __all__ = [
     "allow_inflight_collective_as_graph_input_ctx",
     "broadcast",
     "broadcast_coalesced",
+    "broadcast_inplace",
     "copy_to_group",
     "gather",
     "permute_tensor",

@@ -159,13 +159,37 @@ void differentiable_in_place(std::string_view op, at::TensorList inputs,
                              c10::function_ref<void()> forward,
                              const std::function<Derivative()>& derivative) {
   const bool needs_grad = any_requires_grad(inputs);
+  // The edges to what the inputs are now: asked for later, a view would take the version that the
+  // collective makes for the one it has a gradient of.
+  std::vector<std::pair<Tensors, torch::autograd::edge_list>> written;
   if (needs_grad) {
+    bool any_view = false;
+    Tensors all;
     for (const auto& input : inputs) {
-      TORCH_CHECK(!(input.requires_grad() && input.is_leaf()), op,
-                  ": an in-place collective needs a tensor that is no leaf requiring grad, got a "
-                  "leaf of shape ",
-                  input.sizes(), " that requires grad; use the functional op, or torch.no_grad()");
+      if (input.requires_grad()) {
+        TORCH_CHECK(!input.is_leaf(), op,
+                    ": an in-place collective needs a tensor that is no leaf requiring grad, got a "
+                    "leaf of shape ",
+                    input.sizes(),
+                    " that requires grad; use the functional op, or "
+                    "torch.no_grad()");
+        all.push_back(input);
+        any_view = any_view || input.is_view();
+      }
       torch::autograd::check_inplace(input, /*requires_grad=*/true);
+    }
+    const auto add = [&](Tensors tensors) {
+      auto edges = torch::autograd::collect_next_edges(tensors);
+      written.emplace_back(std::move(tensors), std::move(edges));
+    };
+    if (!any_view) {
+      // One node: the gradients of a list travel in one message as well.
+      add(std::move(all));
+    } else {
+      // One of several outputs of a node cannot be written into a view.
+      for (const auto& input : all) {
+        add({input});
+      }
     }
   }
   TORCH_CHECK_NOT_IMPLEMENTED(
@@ -178,15 +202,10 @@ void differentiable_in_place(std::string_view op, at::TensorList inputs,
   for (const auto& input : inputs) {
     torch::autograd::impl::bump_version(input);
   }
-  if (needs_grad) {
-    // A node for each tensor: one of several outputs cannot be written into a view.
-    for (const auto& input : inputs) {
-      if (input.requires_grad()) {
-        auto node = make_node(derivative());
-        node->set_next_edges(torch::autograd::collect_next_edges(input));
-        torch::autograd::rebase_history(input, node);
-      }
-    }
+  for (auto& [tensors, edges] : written) {
+    auto node = make_node(derivative());
+    node->set_next_edges(std::move(edges));
+    torch::autograd::rebase_history(tensors, node);
   }
 }
 

@@ -1,14 +1,19 @@
 #include "core/exchange.h"
 
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <algorithm>
 #include <numeric>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
+#include "backends/shm.h"
+#include "core/memory.h"
 #include "core/pending.h"
 
 // torch 2.13 renamed _allgather_base, alltoall_base and their kin; 2.11 has the old names alone.
@@ -26,6 +31,36 @@ struct Started {
   WorkPtr work;
   Finish finish;
 };
+
+// getBackend() throws where there is none. The direct question is new in torch 2.13.
+template <class ProcessGroup>
+bool serves_cpu(ProcessGroup& pg) {
+  if constexpr (requires { pg.hasBackendForDeviceType(c10::DeviceType::CPU); }) {
+    return pg.hasBackendForDeviceType(c10::DeviceType::CPU);
+  } else {
+    const auto devices = pg.getDeviceTypes();
+    return std::any_of(devices.begin(), devices.end(), [](const auto& d) { return d.is_cpu(); });
+  }
+}
+
+// Our own backend, which does all of this natively, or null where another serves the group.
+ShmBackend* shm_of(const Group& group, const at::Tensor& t) {
+  auto* pg = static_cast<c10d::ProcessGroup*>(group.process_group());
+  if (!t.is_cpu() || !serves_cpu(*pg)) {
+    return nullptr;
+  }
+  const auto backend = pg->getBackend(c10::DeviceType::CPU);  // which the process group holds
+  auto* found = backend.get();
+  return typeid(*found) == typeid(ShmBackend) ? static_cast<ShmBackend*>(found) : nullptr;
+}
+
+// Of what shm_of() started; null: complete already.
+void attach_started(std::string_view op, const Group& group, at::TensorList outs,
+                    const WorkPtr& work) {
+  if (work) {
+    attach(op, group, outs, work, Finish(), &ShmBackend::when_settled);
+  }
+}
 
 // The backend that serves a device in a group; a ProcessGroup without backends (one written in
 // Python, say) is used through its own virtual methods, which have the same names.
@@ -60,7 +95,8 @@ class Channel {
   }
 
   void attach(at::TensorList outs, Started started) const {
-    c10d_ext::attach(op_, group_, outs, started.work, std::move(started.finish), has_future_);
+    c10d_ext::attach(op_, group_, outs, started.work, std::move(started.finish),
+                     has_future_ ? &subscribe_to_future : nullptr);
   }
 
   ReductionPlan plan(const Reduction& reduction, c10::ScalarType dtype) const {
@@ -84,7 +120,7 @@ class Channel {
 
   // Gloo and nccl keep a collective's inputs alive themselves; of others nothing is known.
   Finish keep(const at::Tensor& t) const {
-    return gloo_ || nccl_ ? Finish() : Finish([t] {});
+    return gloo_ || nccl_ ? Finish() : Finish([t = alias_of(t)] {});
   }
 
   const Group& group() const {
@@ -131,20 +167,35 @@ bool is_dense(const at::Tensor& t) {
   return t.is_contiguous() && !t.is_conj() && !t.is_neg();
 }
 
-// The memory of a dense tensor as 1-D bytes. Built by hand: two views through the dispatcher cost
-// more than the rest of a start, and cannot take a tensor of one element with an odd stride.
-at::Tensor bytes_of(const at::Tensor& t) {
-  at::Tensor bytes =
-      at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(t.storage()),
-                                               t.key_set(), caffe2::TypeMeta::Make<uint8_t>());
-  auto* impl = bytes.unsafeGetTensorImpl();
-  impl->set_storage_offset(t.storage_offset() * static_cast<int64_t>(t.itemsize()));
-  impl->set_sizes_contiguous({static_cast<int64_t>(t.nbytes())});
-  return bytes;
+// `count` elements from element `offset` on of a dense tensor, its memory taken as 1-D of `dtype`.
+// Built by hand: two views through the dispatcher cost more than the rest of a start, and cannot
+// take a tensor of one element with an odd stride.
+at::Tensor span_of(const at::Tensor& t, caffe2::TypeMeta dtype, int64_t offset, int64_t count) {
+  at::Tensor span = at::detail::make_tensor<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(t.storage()), t.key_set(), dtype);
+  auto* impl = span.unsafeGetTensorImpl();
+  const auto start = t.storage_offset() * static_cast<int64_t>(t.itemsize());
+  impl->set_storage_offset(start / static_cast<int64_t>(dtype.itemsize()) + offset);
+  impl->set_sizes_contiguous({count});
+  return span;
 }
 
-Tensors rows_of_bytes(const at::Tensor& dense, int64_t rows) {
-  return bytes_of(dense).view({rows, -1}).unbind(0);
+at::Tensor span_of(const at::Tensor& t, int64_t offset, int64_t count) {
+  return span_of(t, t.dtype(), offset, count);
+}
+
+at::Tensor bytes_of(const at::Tensor& t) {
+  return span_of(t, caffe2::TypeMeta::Make<uint8_t>(), 0, static_cast<int64_t>(t.nbytes()));
+}
+
+Tensors rows_of(const at::Tensor& flat, int64_t rows) {
+  const int64_t width = flat.numel() / rows;
+  Tensors parts;
+  parts.reserve(rows);
+  for (int64_t row = 0; row < rows; ++row) {
+    parts.push_back(span_of(flat, row * width, width));
+  }
+  return parts;
 }
 
 at::Tensor empty_bytes(int64_t count, const at::Tensor& like) {
@@ -157,7 +208,7 @@ std::pair<at::Tensor, Finish> landing(const at::Tensor& out) {
     return {out, Finish()};
   }
   at::Tensor buffer = at::empty(out.sizes(), out.options());
-  return {buffer, [buffer, out] { out.copy_(buffer); }};
+  return {buffer, [buffer, out = alias_of(out)] { out.copy_(buffer); }};
 }
 
 Finish then(Finish first, Finish second) {
@@ -197,7 +248,7 @@ std::pair<at::Tensor, bool> to_wire(const at::Tensor& source, const at::Tensor& 
     if (!source.is_same(out)) {
       out.copy_(source);
     }
-    return {encode(out, plan, /*may_alias=*/true), true};
+    return {encode(alias_of(out), plan, /*may_alias=*/true), true};
   }
   if (reduction.factor) {
     return {scaled(source, reduction, plan), false};
@@ -207,7 +258,7 @@ std::pair<at::Tensor, bool> to_wire(const at::Tensor& source, const at::Tensor& 
 
 Finish decode_later(const at::Tensor& wire, const ReductionPlan& plan, const at::Tensor& out,
                     int64_t divisor) {
-  return [wire, plan, out, divisor] {
+  return [wire, plan, out = alias_of(out), divisor] {
     if (divisor != 1) {
       wire.div_(divisor);
     }
@@ -235,23 +286,32 @@ Contribution contribution(const at::Tensor& source, const Reduction& reduction,
 Finish reduce_rows_later(const at::Tensor& bytes, const Contribution& sent,
                          const Reduction& reduction, const ReductionPlan& plan,
                          const at::Tensor& out, int64_t ranks) {
-  const auto dtype = sent.values.scalar_type();
+  const auto dtype = sent.values.dtype();
   const bool encoded = sent.encoded;
-  return [bytes, dtype, encoded, reduction, plan, out, ranks] {
-    const at::Tensor rows = bytes.view(dtype).view({ranks, -1});
-    const auto wire = [&](int64_t rank, bool may_alias) {
-      return encoded ? rows[rank] : encode(rows[rank], plan, may_alias);
+  return [bytes, dtype, encoded, reduction, plan, out = alias_of(out), ranks] {
+    const auto count = bytes.numel() / static_cast<int64_t>(dtype.itemsize());
+    const Tensors rows = rows_of(span_of(bytes, dtype, 0, count), ranks);
+    const auto wire = [&](int64_t rank) {
+      return encoded ? rows[rank] : encode(rows[rank], plan, /*may_alias=*/true);
     };
-    const at::Tensor sum = wire(0, true);
+    at::Tensor sum = wire(0);
+    // The wire's values are out's: the last sum goes there at once.
+    const bool direct = ranks > 1 && is_dense(out) && sum.scalar_type() == out.scalar_type() &&
+                        plan.encoding == ReductionPlan::Encoding::Reinterpret;
     for (int64_t rank = 1; rank < ranks; ++rank) {
-      combine(sum, wire(rank, true), plan.wire_op);
+      const bool last = direct && rank == ranks - 1;
+      const at::Tensor target = last ? span_of(out, 0, out.numel()) : sum;
+      combine(sum, wire(rank), plan.wire_op, target);
+      sum = target;
     }
     if (reduction.op == ReduceOp::Avg) {
       sum.div_(ranks);
     }
-    // Encoded complex values travelled as flat pairs of reals.
-    decode(out.is_complex() && !c10::isComplexType(plan.wire_dtype) ? sum.view({-1, 2}) : sum, plan,
-           out);
+    if (!direct) {
+      // Encoded complex values travelled as flat pairs of reals.
+      const bool pairs = out.is_complex() && !c10::isComplexType(plan.wire_dtype);
+      decode(pairs ? sum.view({-1, 2}) : sum, plan, out);
+    }
   };
 }
 
@@ -268,6 +328,15 @@ void reduce_alone(const at::Tensor& source, const at::Tensor& out, const Reducti
 
 int64_t count_of(c10::IntArrayRef sizes) {
   return std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+}
+
+// Elements of each rank, whose rows have `row` of them.
+std::vector<int64_t> elements_of(c10::IntArrayRef rows, int64_t row) {
+  std::vector<int64_t> elements(rows.begin(), rows.end());
+  for (auto& count : elements) {
+    count *= row;
+  }
+  return elements;
 }
 
 Started all_gather_bytes(const Channel& channel, const at::Tensor& source_bytes,
@@ -374,24 +443,26 @@ Started reduce_scatter(const Channel& channel, const at::Tensor& source, const a
 
 // The values of several tensors of one dtype, one after the other.
 at::Tensor flattened(at::TensorList tensors) {
+  Tensors parts;
+  parts.reserve(tensors.size());
   int64_t count = 0;
   for (const auto& t : tensors) {
+    parts.push_back(bytes_of(dense(t)));
     count += t.numel();
   }
-  at::Tensor flat = at::empty({count}, tensors.front().options());
-  int64_t offset = 0;
-  for (const auto& t : tensors) {
-    flat.narrow(0, offset, t.numel()).view(t.sizes()).copy_(t);
-    offset += t.numel();
-  }
-  return flat;
+  return span_of(at::cat(parts), tensors.front().dtype(), 0, count);
 }
 
 Finish unflatten_later(const at::Tensor& flat, at::TensorList outs) {
-  return [flat, outs = outs.vec()] {
+  return [flat, outs = aliases_of(outs)] {
     int64_t offset = 0;
     for (const auto& out : outs) {
-      out.copy_(flat.narrow(0, offset, out.numel()).view(out.sizes()));
+      const at::Tensor part = span_of(flat, offset, out.numel());
+      if (is_dense(out)) {
+        span_of(out, 0, out.numel()).copy_(part);
+      } else {
+        out.copy_(part.view(out.sizes()));
+      }
       offset += out.numel();
     }
   };
@@ -428,6 +499,10 @@ void start_all_reduce(std::string_view op, const Group& group, const at::Tensor&
     reduce_alone(source, out, reduction);
     return;
   }
+  if (auto* shm = shm_of(group, out)) {
+    attach_started(op, group, out, shm->start_all_reduce(op, source, out, reduction));
+    return;
+  }
   const Channel channel(op, group, out);
   channel.attach(out, all_reduce(channel, source, out, reduction));
 }
@@ -441,6 +516,10 @@ void start_all_reduce_coalesced(std::string_view op, const Group& group, at::Ten
     for (size_t i = 0; i < outs.size(); ++i) {
       reduce_alone(sources[i], outs[i], reduction);
     }
+    return;
+  }
+  if (auto* shm = shm_of(group, outs.front())) {
+    attach_started(op, group, outs, shm->start_all_reduce(op, sources, outs, reduction));
     return;
   }
   const Channel channel(op, group, outs.front());
@@ -478,6 +557,10 @@ void start_reduce(std::string_view op, const Group& group, const at::Tensor& sou
     reduce_alone(source, out, reduction);
     return;
   }
+  if (auto* shm = shm_of(group, out)) {
+    attach_started(op, group, out, shm->start_reduce(op, source, out, reduction, dst));
+    return;
+  }
   const Channel channel(op, group, out);
   const bool receives = group.rank() == dst;
   ReductionPlan plan = channel.plan(reduction, out.scalar_type());
@@ -487,7 +570,7 @@ void start_reduce(std::string_view op, const Group& group, const at::Tensor& sou
     const at::Tensor all = receives ? empty_bytes(group.size() * in[0].numel(), in[0]) : in[0];
     std::vector<Tensors> lists;
     if (receives) {
-      lists.push_back(rows_of_bytes(all, group.size()));
+      lists.push_back(rows_of(all, group.size()));
     }
     c10d::GatherOptions options;
     options.rootRank = dst;
@@ -531,6 +614,10 @@ void start_all_gather(std::string_view op, const Group& group, const at::Tensor&
     out.copy_(source.reshape(out.sizes()));
     return;
   }
+  if (auto* shm = shm_of(group, out)) {
+    attach_started(op, group, out, shm->start_all_gather(op, source, out));
+    return;
+  }
   const Channel channel(op, group, out);
   auto [buffer, finish] = landing(out);
   Started started = all_gather_bytes(channel, bytes_of(dense(source)), bytes_of(buffer));
@@ -547,6 +634,10 @@ void start_all_gather_coalesced(std::string_view op, const Group& group, at::Ten
     for (size_t i = 0; i < outs.size(); ++i) {
       outs[i].copy_(sources[i].reshape(outs[i].sizes()));
     }
+    return;
+  }
+  if (auto* shm = shm_of(group, outs.front())) {
+    attach_started(op, group, outs, shm->start_all_gather(op, sources, outs));
     return;
   }
   const Channel channel(op, group, outs.front());
@@ -571,12 +662,13 @@ void start_all_gather_coalesced(std::string_view op, const Group& group, at::Ten
   const at::Tensor flat = flattened(sources);
   const at::Tensor all = at::empty({group.size(), flat.numel()}, flat.options());
   Started started = all_gather_bytes(channel, bytes_of(flat), bytes_of(all));
-  started.finish = then(std::move(started.finish), [all, outs = outs.vec(), ranks = group.size()] {
-    const Tensors parts = columns(all, outs, ranks);
-    for (size_t i = 0; i < outs.size(); ++i) {
-      outs[i].view({ranks, -1}).copy_(parts[i]);
-    }
-  });
+  started.finish =
+      then(std::move(started.finish), [all, outs = aliases_of(outs), ranks = group.size()] {
+        const Tensors parts = columns(all, outs, ranks);
+        for (size_t i = 0; i < outs.size(); ++i) {
+          outs[i].view({ranks, -1}).copy_(parts[i]);
+        }
+      });
   channel.attach(outs, std::move(started));
 }
 
@@ -587,6 +679,12 @@ void start_all_gather_uneven(std::string_view op, const Group& group, const at::
   }
   if (single_rank_shortcut(group)) {
     out.copy_(source);
+    return;
+  }
+  if (auto* shm = shm_of(group, out)) {
+    attach_started(op, group, out,
+                   shm->start_all_gather_uneven(op, source, out,
+                                                elements_of(sizes, out.numel() / count_of(sizes))));
     return;
   }
   const Channel channel(op, group, out);
@@ -623,6 +721,10 @@ void start_reduce_scatter(std::string_view op, const Group& group, const at::Ten
     reduce_alone(source.reshape(out.sizes()), out, reduction);
     return;
   }
+  if (auto* shm = shm_of(group, out)) {
+    attach_started(op, group, out, shm->start_reduce_scatter(op, source, out, reduction));
+    return;
+  }
   const Channel channel(op, group, out);
   channel.attach(out, reduce_scatter(channel, source, out, reduction));
 }
@@ -636,6 +738,10 @@ void start_reduce_scatter_coalesced(std::string_view op, const Group& group, at:
     for (size_t i = 0; i < outs.size(); ++i) {
       reduce_alone(sources[i].reshape(outs[i].sizes()), outs[i], reduction);
     }
+    return;
+  }
+  if (auto* shm = shm_of(group, outs.front())) {
+    attach_started(op, group, outs, shm->start_reduce_scatter(op, sources, outs, reduction));
     return;
   }
   const Channel channel(op, group, outs.front());
@@ -665,12 +771,13 @@ void start_reduce_scatter_uneven(std::string_view op, const Group& group, const 
     reduce_alone(source, out, reduction);
     return;
   }
-  const Channel channel(op, group, out);
-  const int64_t row = source.numel() / count_of(sizes);
-  std::vector<int64_t> elements(sizes.begin(), sizes.end());
-  for (auto& count : elements) {
-    count *= row;
+  const auto elements = elements_of(sizes, source.numel() / count_of(sizes));
+  if (auto* shm = shm_of(group, out)) {
+    attach_started(op, group, out,
+                   shm->start_reduce_scatter_uneven(op, source, out, reduction, elements));
+    return;
   }
+  const Channel channel(op, group, out);
   channel.attach(out, exchange_and_reduce(channel, source, out, reduction, elements));
 }
 
@@ -689,6 +796,13 @@ void start_all_to_all(std::string_view op, const Group& group, const at::Tensor&
   }
   if (single_rank_shortcut(group)) {
     out.copy_(source.reshape(out.sizes()));
+    return;
+  }
+  if (auto* shm = shm_of(group, out)) {
+    const auto row = width / static_cast<int64_t>(source.element_size());
+    attach_started(op, group, out,
+                   shm->start_all_to_all(op, source, out, elements_of(input_splits, row),
+                                         elements_of(output_splits, row)));
     return;
   }
   const Channel channel(op, group, out);
@@ -717,6 +831,10 @@ void start_broadcast(std::string_view op, const Group& group, const at::Tensor& 
     }
     return;
   }
+  if (auto* shm = shm_of(group, out)) {
+    attach_started(op, group, out, shm->start_broadcast(op, source, out, src));
+    return;
+  }
   const Channel channel(op, group, out);
   auto [buffer, finish] = landing(out);
   if (group.rank() == src && !source.is_same(buffer)) {
@@ -742,6 +860,10 @@ void start_broadcast_coalesced(std::string_view op, const Group& group, at::Tens
     }
     return;
   }
+  if (auto* shm = shm_of(group, outs.front())) {
+    attach_started(op, group, outs, shm->start_broadcast(op, sources, outs, src));
+    return;
+  }
   const Channel channel(op, group, outs.front());
   at::Tensor flat = flattened(sources);
   c10d::BroadcastOptions options;
@@ -760,13 +882,17 @@ void start_gather(std::string_view op, const Group& group, const at::Tensor& sou
     out.copy_(source.reshape(out.sizes()));
     return;
   }
+  if (auto* shm = shm_of(group, source)) {
+    attach_started(op, group, out, shm->start_gather(op, source, out, dst));
+    return;
+  }
   const Channel channel(op, group, source);
   Tensors in{bytes_of(dense(source))};
   std::vector<Tensors> lists;
   Finish finish = channel.keep(in[0]);
   if (group.rank() == dst) {
     auto [buffer, copy] = landing(out);
-    lists.push_back(rows_of_bytes(buffer, group.size()));
+    lists.push_back(rows_of(bytes_of(buffer), group.size()));
     finish = then(std::move(finish), std::move(copy));
   }
   c10d::GatherOptions options;
@@ -784,13 +910,17 @@ void start_scatter(std::string_view op, const Group& group, const at::Tensor& so
     out.copy_(source.reshape(out.sizes()));
     return;
   }
+  if (auto* shm = shm_of(group, out)) {
+    attach_started(op, group, out, shm->start_scatter(op, source, out, src));
+    return;
+  }
   const Channel channel(op, group, out);
   auto [buffer, finish] = landing(out);
   Tensors received{bytes_of(buffer)};
   std::vector<Tensors> lists;
   if (group.rank() == src) {
     const at::Tensor in = dense(source);
-    lists.push_back(rows_of_bytes(in, group.size()));
+    lists.push_back(rows_of(bytes_of(in), group.size()));
     finish = then(channel.keep(in), std::move(finish));
   }
   c10d::ScatterOptions options;

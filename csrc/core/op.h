@@ -11,9 +11,11 @@
 
 #include "core/autograd.h"
 #include "core/calls.h"
+#include "core/entry.h"
 #include "core/exchange.h"
 #include "core/functionalize.h"
 #include "core/group.h"
+#include "core/memory.h"
 #include "core/reduction.h"
 
 // What every csrc/ops/<collective>.cpp is written with. One kernel serves CPU, CUDA and Meta: it
@@ -109,7 +111,10 @@ inline void check_list(string_view op, const Group& group, at::TensorList inputs
 }
 
 inline at::Tensor empty_of(c10::SymIntArrayRef sizes, const at::Tensor& like) {
-  return at::empty_symint(sizes, like.options().memory_format(at::MemoryFormat::Contiguous));
+  at::Tensor fresh =
+      at::empty_symint(sizes, like.options().memory_format(at::MemoryFormat::Contiguous));
+  prefer_huge_pages(fresh);
+  return fresh;
 }
 
 inline at::Tensor empty_of_shape(const at::Tensor& like) {
@@ -184,11 +189,13 @@ inline std::vector<int64_t> concrete(const at::Tensor& input, c10::SymIntArrayRe
 }  // namespace c10d_ext
 
 // Defines `<function>_handle()`, the dispatcher's handle of c10d_ext::<name>, typed like
-// `function`.
+// `function`, and lists the op's short way in from Python.
 #define C10D_EXT_HANDLE(function, name)                                      \
   const c10::TypedOperatorHandle<decltype(function)>& function##_handle() {  \
     static const auto handle = c10::Dispatcher::singleton()                  \
                                    .findSchemaOrThrow("c10d_ext::" name, "") \
                                    .typed<decltype(function)>();             \
     return handle;                                                           \
-  }
+  }                                                                          \
+  [[maybe_unused]] const bool function##_listed =                            \
+      entry::add(name, entry::method<function##_handle>);

@@ -1,6 +1,7 @@
 #include "core/pending.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <pybind11/pybind11.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
@@ -10,10 +11,17 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include <unordered_map>
+
+#include "backends/shm/aside.h"
+#include "core/failure.h"
+#include "core/gil.h"
+#include "core/memory.h"
 
 namespace c10d_ext {
 
@@ -51,29 +59,29 @@ const c10::StorageImpl* storage_of(const at::Tensor& t) {
 class PendingWork : public c10d::Work {
  public:
   PendingWork(std::string_view op, const Group& group, at::TensorList outputs,
-              c10::intrusive_ptr<c10d::Work> inner, Finish finish)
+              c10::intrusive_ptr<c10d::Work> inner, Finish finish, Subscribe subscribe)
       : c10d::Work(static_cast<int>(group.rank()), inner->retrieveOpType()),
         op_(op),
         group_name_(group.name()),
         rank_in_group_(group.rank()),
         group_size_(group.size()),
-        outputs_(outputs.vec()),
+        outputs_(aliases_of(outputs)),
         inner_(std::move(inner)),
         finish_(std::move(finish)),
-        cpu_(outputs.empty() || outputs.front().is_cpu()) {}
+        cpu_(outputs.empty() || outputs.front().is_cpu()),
+        subscribe_(cpu_ ? subscribe : nullptr) {}
 
-  void enlist(bool has_future) {
+  void enlist() {
     const auto self = PendingWorkPtr::reclaim_copy(this);
     for (const auto& output : outputs_) {
       Registry::get().add(storage_of(output), self);
       c10d::register_work(output, self);
     }
-    if (has_future) {
-      // The future holds the callback, the callback this work, and this work the backend's:
-      // complete() breaks the circle.
-      inner_->getFuture()->addCallback([self](c10::ivalue::Future& future) {
-        self->complete(future.hasError() ? future.exception_ptr() : nullptr);
-      });
+    if (completes_itself()) {
+      // The backend's work holds the callback, the callback this work, and this work the
+      // backend's: complete() breaks the circle.
+      const auto inner = inner_;
+      subscribe_(*inner, [self](std::exception_ptr error) { self->complete(std::move(error)); });
     }
   }
 
@@ -101,17 +109,11 @@ class PendingWork : public c10d::Work {
     return inner_ == nullptr ? error_ : inner_->exception();
   }
 
-  // c10d calls this after it took the work out of its own table.
   bool wait(std::chrono::milliseconds timeout) override {
-    listed_ = false;
-    return wait_here(timeout);
-  }
-
-  bool wait_here(std::chrono::milliseconds timeout = kNoTimeout) {
     if (const auto inner = running()) {
       std::exception_ptr error;
       try {
-        inner->wait(timeout);
+        without_gil([&] { inner->wait(timeout); });
       } catch (...) {
         error = std::current_exception();
         // A wait that ran out of patience leaves the collective in flight.
@@ -126,7 +128,7 @@ class PendingWork : public c10d::Work {
   }
 
   void synchronize() override {
-    wait_here();
+    wait(kNoTimeout);
   }
 
   void abort() override {
@@ -174,11 +176,19 @@ class PendingWork : public c10d::Work {
     sequence_number_ = inner_->getSequencenumber();
   }
 
+  // In c10d's table of works, as far as is known here.
   bool is_listed() const {
     return listed_;
   }
+  void strike() {
+    listed_ = false;
+  }
   bool is_cpu() const {
     return cpu_;
+  }
+  // Whoever waits or not.
+  bool completes_itself() const {
+    return subscribe_ != nullptr;
   }
   bool is_done() const {
     return running() == nullptr;
@@ -265,6 +275,7 @@ class PendingWork : public c10d::Work {
       error = error_;
       outputs = outputs_;
     }
+    const shm::Aside aside;
     if (error) {
       future->setErrorIfNeeded(error);
     } else if (!future->completed()) {
@@ -276,6 +287,10 @@ class PendingWork : public c10d::Work {
   std::exception_ptr described(const std::exception_ptr& error) const {
     try {
       std::rethrow_exception(error);
+    } catch (const CollectiveError&) {
+      return error;  // says it all
+    } catch (const pybind11::error_already_set&) {
+      return error;  // Ctrl-C
     } catch (const c10::DistBackendError& e) {
       return std::make_exception_ptr(c10::DistBackendError(
           {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, text(e.what_without_backtrace())));
@@ -313,6 +328,7 @@ class PendingWork : public c10d::Work {
   std::mutex finish_mutex_;
   Finish finish_;
   const bool cpu_;
+  const Subscribe subscribe_;
   std::atomic<bool> listed_{true};
   std::atomic<uint64_t> sequence_number_{0};
 };
@@ -375,6 +391,9 @@ class StartedHere {
   void add(PendingWorkPtr work) {
     if (works_.size() >= limit_) {
       sweep();
+      if (in_flight() >= kMostInFlight) {
+        hold_back();
+      }
     }
     works_.push_back(std::move(work));
   }
@@ -390,7 +409,7 @@ class StartedHere {
     const auto over = [&](const PendingWorkPtr& work) {
       if (!work->is_done() && (work->is_cpu() || ask_device) && work->isCompleted() &&
           !work->is_cpu()) {
-        work->wait_here();
+        work->wait(kNoTimeout);
       }
       if (!work->is_done() || work->has_unreported_error()) {
         return false;
@@ -402,10 +421,40 @@ class StartedHere {
     };
     works_.erase(std::remove_if(works_.begin(), works_.end(), over), works_.end());
     limit_ = std::max<size_t>(kSweepAt, 2 * works_.size());
+    if (works_.size() < kMostInFlight) {
+      limit_ = std::min(limit_, kMostInFlight);
+    }
   }
 
  private:
   static constexpr size_t kSweepAt = 64;
+  static constexpr size_t kMostInFlight = 256;
+
+  // Works that complete by themselves, so that waiting for them comes to an end.
+  size_t in_flight() const {
+    return std::count_if(works_.begin(), works_.end(),
+                         [](const auto& w) { return w->completes_itself() && !w->is_done(); });
+  }
+
+  // Lets the backend catch up with a caller who never waits: the backend's queue holds the tensors
+  // of every collective in it. Gives up where nothing completes, for the ranks that could make it
+  // complete may be waiting for what this thread is about to start; the next time comes at twice
+  // as many.
+  void hold_back() {
+    constexpr auto kPatience = std::chrono::seconds(2);
+    auto before = in_flight();
+    auto last_progress = std::chrono::steady_clock::now();
+    while (before > kMostInFlight / 2 &&
+           std::chrono::steady_clock::now() - last_progress < kPatience) {
+      without_gil([] { std::this_thread::sleep_for(std::chrono::microseconds(100)); });
+      sweep();
+      if (in_flight() < before) {
+        before = in_flight();
+        last_progress = std::chrono::steady_clock::now();
+      }
+    }
+  }
+
   size_t limit_ = kSweepAt;
   std::vector<PendingWorkPtr> works_;
 };
@@ -418,8 +467,14 @@ StartedHere& started_here() {
 
 }  // namespace
 
+void subscribe_to_future(c10d::Work& work, std::function<void(std::exception_ptr)> over) {
+  work.getFuture()->addCallback([over = std::move(over)](c10::ivalue::Future& future) {
+    over(future.hasError() ? future.exception_ptr() : nullptr);
+  });
+}
+
 void attach(std::string_view op, const Group& group, at::TensorList outputs,
-            const c10::intrusive_ptr<c10d::Work>& work, Finish finish, bool has_future) {
+            const c10::intrusive_ptr<c10d::Work>& work, Finish finish, Subscribe subscribe) {
   const bool cpu = outputs.empty() || outputs.front().is_cpu();
   if (!work || (cpu && work->isCompleted() && work->isSuccess())) {
     if (finish) {
@@ -428,11 +483,12 @@ void attach(std::string_view op, const Group& group, at::TensorList outputs,
     }
     return;
   }
-  auto pending = c10::make_intrusive<PendingWork>(op, group, outputs, work, std::move(finish));
-  if (has_future) {
+  auto pending =
+      c10::make_intrusive<PendingWork>(op, group, outputs, work, std::move(finish), subscribe);
+  if (subscribe != nullptr) {
     pending->note_sequence_number();
   }
-  pending->enlist(has_future && cpu);
+  pending->enlist();
   started_here().add(std::move(pending));
 }
 
@@ -445,7 +501,8 @@ void wait(const at::Tensor& t) {
   // Takes this thread's entries out of c10d's table and waits for works that torch put there.
   c10d::wait_tensor(t);
   for (const auto& work : works) {
-    work->wait_here();
+    work->strike();
+    work->wait(kNoTimeout);
   }
 }
 

@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <exception>
 #include <functional>
 #include <string>
 #include <vector>
@@ -19,6 +20,11 @@ namespace c10d_ext {
 // collective, and on the waiting thread's current stream for a CUDA one.
 using Finish = std::function<void()>;
 
+// Calls `over` when a backend's work is complete, from whichever thread notices. Null for a work
+// that cannot tell: it is finished by who waits for it or asks.
+using Subscribe = void (*)(c10d::Work& work, std::function<void(std::exception_ptr error)> over);
+void subscribe_to_future(c10d::Work& work, std::function<void(std::exception_ptr error)> over);
+
 // Attaches a started collective to the storages it writes, so that wait_tensor (ours and torch's)
 // finds it. A work that is complete already is finished on the spot and leaves nothing behind.
 //
@@ -30,7 +36,7 @@ using Finish = std::function<void()>;
 //    at the latest when 64 more were started on its thread;
 //  * `finish` has run exactly once before any wait returns.
 void attach(std::string_view op, const Group& group, at::TensorList outputs,
-            const c10::intrusive_ptr<c10d::Work>& work, Finish finish, bool has_future);
+            const c10::intrusive_ptr<c10d::Work>& work, Finish finish, Subscribe subscribe);
 
 // Waits for every collective that writes `t`'s storage. Blocks on CPU, orders streams on CUDA.
 void wait(const at::Tensor& t);

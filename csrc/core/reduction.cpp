@@ -1,6 +1,13 @@
 #include "core/reduction.h"
 
+#include <ATen/ops/add.h>
+#include <ATen/ops/bitwise_and.h>
+#include <ATen/ops/bitwise_or.h>
+#include <ATen/ops/bitwise_xor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/minimum.h>
+#include <ATen/ops/mul.h>
 #include <ATen/ops/view_as_complex.h>
 #include <ATen/ops/view_as_real.h>
 #include <c10/core/ScalarType.h>
@@ -121,6 +128,13 @@ Reduction parse_reduction(std::string_view op, const Group& group, std::string_v
   C10D_EXT_CHECK_VALUE(found != kNames.end(), op, group, "reduce_op must be one of ",
                        c10::Join(", ", kNames), ", got '", reduce_op, "'");
   Reduction reduction{static_cast<ReduceOp>(found - kNames.begin()), factor};
+  check_reduction(op, group, reduction, dtype);
+  return reduction;
+}
+
+void check_reduction(std::string_view op, const Group& group, const Reduction& reduction,
+                     c10::ScalarType dtype) {
+  const auto& factor = reduction.factor;
   C10D_EXT_CHECK_TYPE(has_meaning(reduction.op, dtype), op, group, advice(reduction.op, dtype),
                       ", got ", name_of(reduction.op), " of ", dtype);
   const bool premul = reduction.op == ReduceOp::PremulSum;
@@ -135,7 +149,6 @@ Reduction parse_reduction(std::string_view op, const Group& group, std::string_v
     C10D_EXT_CHECK_TYPE(fits, op, group, "factor must be representable in the input's dtype, got ",
                         *factor, " for ", dtype);
   }
-  return reduction;
 }
 
 ReductionPlan plan_reduction(ReduceOp op, c10::ScalarType dtype, bool low_precision_native,
@@ -247,30 +260,30 @@ void decode(const at::Tensor& wire, const ReductionPlan& plan, const at::Tensor&
   out.copy_(values.view(out.sizes()));
 }
 
-void combine(const at::Tensor& accumulator, const at::Tensor& operand, ReduceOp wire_op) {
+void combine(const at::Tensor& left, const at::Tensor& right, ReduceOp wire_op, at::Tensor target) {
   switch (wire_op) {
     case ReduceOp::Sum:
     case ReduceOp::Avg:
     case ReduceOp::PremulSum:
-      accumulator.add_(operand);
+      at::add_out(target, left, right);
       return;
     case ReduceOp::Product:
-      accumulator.mul_(operand);
+      at::mul_out(target, left, right);
       return;
     case ReduceOp::Min:
-      accumulator.clamp_max_(operand);
+      at::minimum_out(target, left, right);
       return;
     case ReduceOp::Max:
-      accumulator.clamp_min_(operand);
+      at::maximum_out(target, left, right);
       return;
     case ReduceOp::Band:
-      accumulator.bitwise_and_(operand);
+      at::bitwise_and_out(target, left, right);
       return;
     case ReduceOp::Bor:
-      accumulator.bitwise_or_(operand);
+      at::bitwise_or_out(target, left, right);
       return;
     case ReduceOp::Bxor:
-      accumulator.bitwise_xor_(operand);
+      at::bitwise_xor_out(target, left, right);
       return;
   }
 }

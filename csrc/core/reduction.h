@@ -30,6 +30,10 @@ struct Reduction {
 Reduction parse_reduction(std::string_view op, const Group& group, std::string_view reduce_op,
                           const std::optional<c10::Scalar>& factor, c10::ScalarType dtype);
 
+// That the reduction has a meaning for `dtype` and its factor fits.
+void check_reduction(std::string_view op, const Group& group, const Reduction& reduction,
+                     c10::ScalarType dtype);
+
 // How a reduction over `dtype` is carried out: elements are turned into `wire_dtype` (by value, or
 // by reinterpreting the bytes), combined with `wire_op`, and turned back.
 struct ReductionPlan {
@@ -61,8 +65,8 @@ at::Tensor encode(const at::Tensor& source, const ReductionPlan& plan, bool may_
 // Writes what `wire` stands for into `out` (any strides, conj and neg bits included).
 void decode(const at::Tensor& wire, const ReductionPlan& plan, const at::Tensor& out);
 
-// accumulator = accumulator (wire_op) operand, element by element, both of wire dtype.
-void combine(const at::Tensor& accumulator, const at::Tensor& operand, ReduceOp wire_op);
+// target = left (wire_op) right, element by element, all of wire dtype; target may be left.
+void combine(const at::Tensor& left, const at::Tensor& right, ReduceOp wire_op, at::Tensor target);
 
 // A contiguous tensor without conj and neg bits that holds `t`'s values: `t` itself where it is
 // one.

@@ -26,6 +26,8 @@ at::Tensor copy_to_group_autograd(const at::Tensor& input, string_view group_nam
       });
 }
 
+C10D_EXT_HANDLE(copy_to_group, "copy_to_group")
+
 constexpr auto kNames = {"copy_to_group"};
 
 }  // namespace

@@ -27,6 +27,8 @@ at::Tensor reduce_from_group_autograd(const at::Tensor& input, string_view group
       });
 }
 
+C10D_EXT_HANDLE(reduce_from_group, "reduce_from_group")
+
 constexpr auto kNames = {"reduce_from_group"};
 
 }  // namespace

@@ -31,6 +31,18 @@ DTYPES = (*FLOATS, *COMPLEX, *INTEGERS, torch.bool)
 
 REDUCE_OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 
+# What the reduce ops do to integers.
+NUMPY_REDUCTIONS = {
+    "sum": np.add,
+    "premul_sum": np.add,
+    "product": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+    "band": np.bitwise_and,
+    "bor": np.bitwise_or,
+    "bxor": np.bitwise_xor,
+}
+
 # Bits of mantissa given to the values: all that the dtype has, or as many as stay exact in sums.
 _MANTISSA_BITS = {
     torch.float64: 40,
@@ -155,17 +167,7 @@ def _reduce_integers(xs: Sequence[Tensor], op: str, factor: complex | None) -> A
         stacked = stacked * stacked.dtype.type(factor)
     if stacked.dtype == bool:
         op = {"sum": "bor", "product": "band", "min": "band", "max": "bor"}.get(op, op)
-    function: Any = {
-        "sum": np.add,
-        "premul_sum": np.add,
-        "product": np.multiply,
-        "min": np.minimum,
-        "max": np.maximum,
-        "band": np.bitwise_and,
-        "bor": np.bitwise_or,
-        "bxor": np.bitwise_xor,
-    }[op]
-    return function.reduce(stacked, axis=0, dtype=stacked.dtype)
+    return NUMPY_REDUCTIONS[op].reduce(stacked, axis=0, dtype=stacked.dtype)
 
 
 def exact(dtype: torch.dtype, reduce_op: str | None, world_size: int) -> bool:

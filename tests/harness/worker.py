@@ -26,6 +26,11 @@ TORCH_WARNINGS = (
     r"ComplexHalf support is experimental.*",
     r".*torch\.jit.*is deprecated.*",
     r".*isinstance\(treespec, LeafSpec\).*",
+    # torch.export.load, in torch 2.11.
+    r"The given buffer is not writable.*",
+    # Its profiler and its sparse tensors, whatever is asked of them.
+    r"Warning: Profiler clears events at the end of each cycle.*",
+    r"Sparse invariant checks are implicitly disabled.*",
     # Dynamo instantiates every autograd.Function it meets.
     r".*torch\.autograd\.function\.Function'> should not be instantiated.*",
 )

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from torch_c10d_ext import _inductor, _vmap
-from torch_c10d_ext._async import deliver
+from torch_c10d_ext._async import starter
 from torch_c10d_ext._dims import check_dim
 from torch_c10d_ext._groups import Group, group_name
 
 _op = torch.ops.c10d_ext.all_gather.default
+_start = starter(_op)
 
 
 def all_gather(
@@ -49,8 +50,8 @@ def all_gather(
     name = group if type(group) is str else group_name(group, tag)
     dim = check_dim("all_gather", "gather_dim", gather_dim, self, name) if gather_dim != 0 else 0
     if dim == 0:
-        return deliver(_op(self, sizes, name))
-    return deliver(_op(self.movedim(dim, 0), sizes, name)).movedim(0, dim).contiguous()
+        return _start(self, sizes, name)
+    return _start(self.movedim(dim, 0), sizes, name).movedim(0, dim).contiguous()
 
 
 _vmap.register("all_gather", _vmap.by_rows(_op))

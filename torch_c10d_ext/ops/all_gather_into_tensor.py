@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 from torch_c10d_ext import _inductor, _vmap
-from torch_c10d_ext._async import deliver
+from torch_c10d_ext._async import starter, writer, writes_directly
 from torch_c10d_ext._dims import check_dim, check_list, rows_to_dim
 from torch_c10d_ext._groups import Group, group_name, group_size
 
 _op = torch.ops.c10d_ext.all_gather_into_tensor.default
 _coalesced = torch.ops.c10d_ext.all_gather_into_tensor_coalesced.default
+_start = starter(_op)
+_start_list = starter(_coalesced)
+_write = writer(torch.ops.c10d_ext.all_gather_into_tensor_out.default)
 
 
 def all_gather_single(self: Tensor, gather_dim: int, group: Group = None, tag: str = "") -> Tensor:
@@ -47,9 +50,9 @@ def all_gather_single(self: Tensor, gather_dim: int, group: Group = None, tag: s
     name = group if type(group) is str else group_name(group, tag)
     size = group_size(name)
     if gather_dim == 0:
-        return deliver(_op(self, size, name))
+        return _start(self, size, name)
     dim = check_dim("all_gather_single", "gather_dim", gather_dim, self, name)
-    return rows_to_dim(deliver(_op(self, size, name)), size, dim)
+    return rows_to_dim(_start(self, size, name), size, dim)
 
 
 def all_gather_tensor(self: Tensor, gather_dim: int, group: Group = None, tag: str = "") -> Tensor:
@@ -98,7 +101,7 @@ def all_gather_single_coalesced(
     """
     name = group_name(group, tag)
     check_list("all_gather_single_coalesced", self, name)
-    return [deliver(out) for out in _coalesced(self, group_size(name), name)]
+    return _start_list(self, group_size(name), name)
 
 
 def all_gather_into_tensor_coalesced(
@@ -128,7 +131,14 @@ def all_gather_tensor_inplace(
         raise ValueError(
             "all_gather_tensor_inplace: async_op must be False, got True; use all_gather_single"
         )
-    gathered = all_gather_single(input_tensor, gather_dim, group, tag)
+    name = group if type(group) is str else group_name(group, tag)
+    if (
+        gather_dim == 0
+        and output_tensor.dim() >= input_tensor.dim()
+        and writes_directly(output_tensor, input_tensor)
+    ):
+        return _write(input_tensor, group_size(name), name, out=output_tensor)
+    gathered = all_gather_single(input_tensor, gather_dim, name)
     return output_tensor.copy_(gathered.view(output_tensor.shape))
 
 

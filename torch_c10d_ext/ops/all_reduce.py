@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_c10d_ext import _inductor, _vmap
-from torch_c10d_ext._async import deliver
+from torch_c10d_ext._async import starter, writer, writes_directly
 from torch_c10d_ext._dims import check_list
 from torch_c10d_ext._groups import Group, group_name
 
@@ -16,6 +16,9 @@ _op = torch.ops.c10d_ext.all_reduce.default
 _op_ = torch.ops.c10d_ext.all_reduce_.default
 _coalesced = torch.ops.c10d_ext.all_reduce_coalesced.default
 _coalesced_ = torch.ops.c10d_ext.all_reduce_coalesced_.default
+_start = starter(_op)
+_start_list = starter(_coalesced)
+_write = writer(_op_)
 
 
 def all_reduce(
@@ -32,7 +35,8 @@ def all_reduce(
         self: any shape, strides and dtype; left untouched.
         reduceOp: ``sum``, ``avg``, ``product``, ``min``, ``max``, ``band``, ``bor``, ``bxor`` or
             ``premul_sum``, in any case. Half, bfloat16 and float8 values are accumulated in float32
-            on CPU. ``sum`` and ``product`` of bools are or and and.
+            on CPU. ``sum`` and ``product`` of bools are or and and. Whether ``min`` and ``max``
+            keep a NaN is the backend's choice; gloo may drop it.
         group: the ranks that take part, see :data:`torch_c10d_ext.functional.Group`.
         tag: tells groups of the same ranks apart where ``group`` is a list of ranks.
         factor: what this rank's input is multiplied with first (``premul_sum`` alone).
@@ -59,9 +63,7 @@ def all_reduce(
     Source: csrc/ops/all_reduce.cpp
     """
     name = group if type(group) is str else group_name(group, tag)
-    if factor is None:
-        return deliver(_op(self, reduceOp, name))
-    return deliver(_op(self, reduceOp, name, factor=factor))
+    return _start(self, reduceOp, name, factor=factor)
 
 
 def all_reduce_coalesced(
@@ -96,7 +98,7 @@ def all_reduce_coalesced(
     """
     name = group_name(group, tag)
     check_list("all_reduce_coalesced", self, name)
-    return [deliver(out) for out in _coalesced(self, reduceOp, name, factor=factor)]
+    return _start_list(self, reduceOp, name, factor=factor)
 
 
 def all_reduce_inplace(
@@ -128,7 +130,10 @@ def all_reduce_inplace(
     """
     if async_op:
         raise ValueError("all_reduce_inplace: async_op must be False, got True; use all_reduce")
-    return tensor.copy_(all_reduce(tensor, op, group, tag))
+    name = group if type(group) is str else group_name(group, tag)
+    if writes_directly(tensor, tensor):
+        return _write(tensor, op, name)
+    return tensor.copy_(all_reduce(tensor, op, name))
 
 
 for _name, _each in {

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from torch_c10d_ext import _inductor, _vmap
-from torch_c10d_ext._async import deliver
+from torch_c10d_ext._async import starter, writer, writes_directly
 from torch_c10d_ext._groups import Group, group_name, group_size, where
 
 _op = torch.ops.c10d_ext.all_to_all_single.default
+_start = starter(_op)
+_write = writer(torch.ops.c10d_ext.all_to_all_single_out.default)
 
 
 def all_to_all_single(
@@ -53,22 +55,8 @@ def all_to_all_single(
     Source: csrc/ops/all_to_all_single.cpp
     """
     name = group if type(group) is str else group_name(group, tag)
-    if output_split_sizes is None or input_split_sizes is None:
-        size = group_size(name)
-        if output_split_sizes is not None or input_split_sizes is not None:
-            raise ValueError(
-                "all_to_all_single: output_split_sizes and input_split_sizes must be given "
-                "together or not at all, "
-                f"got {output_split_sizes} and {input_split_sizes} {where(name)}"
-            )
-        if self.dim() == 0 or self.size(0) % size != 0:
-            raise ValueError(
-                "all_to_all_single: input's dim 0 must be a multiple of the group's size "
-                f"{size} where no split sizes are given, got shape {tuple(self.shape)} "
-                f"{where(name)}"
-            )
-        output_split_sizes = input_split_sizes = [self.size(0) // size] * size
-    return deliver(_op(self, output_split_sizes, input_split_sizes, name))
+    splits = _splits(self, output_split_sizes, input_split_sizes, name)
+    return _start(self, *splits, name)
 
 
 def all_to_all_single_autograd(
@@ -100,7 +88,37 @@ def all_to_all_inplace(
         raise ValueError(
             "all_to_all_inplace: async_op must be False, got True; use all_to_all_single"
         )
-    return output.copy_(all_to_all_single(input, output_split_sizes, input_split_sizes, group, tag))
+    name = group if type(group) is str else group_name(group, tag)
+    if writes_directly(output, input):
+        splits = _splits(input, output_split_sizes, input_split_sizes, name)
+        return _write(input, *splits, name, out=output)
+    return output.copy_(all_to_all_single(input, output_split_sizes, input_split_sizes, name))
+
+
+def _splits(
+    input: Tensor,
+    output_split_sizes: Sequence[int] | None,
+    input_split_sizes: Sequence[int] | None,
+    name: str,
+) -> tuple[Sequence[int], Sequence[int]]:
+    """The split sizes, equal ones where none are given."""
+    if output_split_sizes is not None and input_split_sizes is not None:
+        return output_split_sizes, input_split_sizes
+    size = group_size(name)
+    if output_split_sizes is not None or input_split_sizes is not None:
+        raise ValueError(
+            "all_to_all_single: output_split_sizes and input_split_sizes must be given "
+            "together or not at all, "
+            f"got {output_split_sizes} and {input_split_sizes} {where(name)}"
+        )
+    if input.dim() == 0 or input.size(0) % size != 0:
+        raise ValueError(
+            "all_to_all_single: input's dim 0 must be a multiple of the group's size "
+            f"{size} where no split sizes are given, got shape {tuple(input.shape)} "
+            f"{where(name)}"
+        )
+    even = [input.size(0) // size] * size
+    return even, even
 
 
 _vmap.register("all_to_all_single", _vmap.by_rows(_op))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_c10d_ext import _inductor, _vmap
-from torch_c10d_ext._async import deliver
+from torch_c10d_ext._async import starter, writer, writes_directly
 from torch_c10d_ext._dims import check_list
 from torch_c10d_ext._groups import Group, group_name
 
@@ -16,6 +16,9 @@ _op = torch.ops.c10d_ext.broadcast.default
 _op_ = torch.ops.c10d_ext.broadcast_.default
 _coalesced = torch.ops.c10d_ext.broadcast_coalesced.default
 _coalesced_ = torch.ops.c10d_ext.broadcast_coalesced_.default
+_start = starter(_op)
+_start_list = starter(_coalesced)
+_write = writer(_op_)
 
 
 def broadcast(self: Tensor, src: int, group: Group = None, tag: str = "") -> Tensor:
@@ -44,7 +47,7 @@ def broadcast(self: Tensor, src: int, group: Group = None, tag: str = "") -> Ten
     Source: csrc/ops/broadcast.cpp
     """
     name = group if type(group) is str else group_name(group, tag)
-    return deliver(_op(self, src, name))
+    return _start(self, src, name)
 
 
 def broadcast_coalesced(
@@ -73,7 +76,41 @@ def broadcast_coalesced(
     """
     name = group_name(group, tag)
     check_list("broadcast_coalesced", inputs, name)
-    return [deliver(out) for out in _coalesced(inputs, src, name)]
+    return _start_list(inputs, src, name)
+
+
+def broadcast_inplace(
+    tensor: Tensor, src: int, group: Group = None, async_op: bool = False, tag: str = ""
+) -> Tensor:
+    """Replaces ``tensor`` by that of rank ``src``, and waits.
+
+    Args:
+        tensor: what ``src`` sends, and where every other rank finds it.
+        src, group, tag: as for :func:`broadcast`.
+        async_op: must be False; the functional form is the asynchronous one.
+
+    Returns:
+        ``tensor``.
+
+    Raises:
+        ValueError: ``async_op`` is set, or as :func:`broadcast`.
+
+    Gradient:
+        As :func:`broadcast`.
+
+    Example, 2 ranks::
+
+        x = torch.tensor([1.0 + rank])
+        broadcast_inplace(x, 1)  # x is [2.] on both
+
+    Source: csrc/ops/broadcast.cpp
+    """
+    if async_op:
+        raise ValueError("broadcast_inplace: async_op must be False, got True; use broadcast")
+    name = group if type(group) is str else group_name(group, tag)
+    if writes_directly(tensor, tensor):
+        return _write(tensor, src, name)
+    return tensor.copy_(broadcast(tensor, src, name))
 
 
 for _name, _each in {

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from torch_c10d_ext import _inductor, _vmap
-from torch_c10d_ext._async import deliver
+from torch_c10d_ext._async import starter
 from torch_c10d_ext._dims import check_dim
 from torch_c10d_ext._groups import Group, group_name
 
 _op = torch.ops.c10d_ext.gather.default
+_start = starter(_op)
 
 
 def gather(
@@ -46,9 +47,9 @@ def gather(
     name = group if type(group) is str else group_name(group, tag)
     dim = check_dim("gather", "gather_dim", gather_dim, self, name) if gather_dim != 0 else 0
     if dim == 0:
-        return deliver(_op(self, dst, name))
+        return _start(self, dst, name)
     # dim to the front, where the ranks' parts are concatenated, and back.
-    return deliver(_op(self.movedim(dim, 0), dst, name)).movedim(0, dim).contiguous()
+    return _start(self.movedim(dim, 0), dst, name).movedim(0, dim).contiguous()
 
 
 _vmap.register("gather", _vmap.by_rows(_op, keeps_scalar=True))

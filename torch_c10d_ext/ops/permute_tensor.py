@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from torch_c10d_ext import _inductor, _vmap
-from torch_c10d_ext._async import deliver
+from torch_c10d_ext._async import starter
 from torch_c10d_ext._groups import Group, group_name
 
 _op = torch.ops.c10d_ext.permute_tensor.default
+_start = starter(_op)
 
 
 def permute_tensor(self: Tensor, src_dst: list[int], group: Group = None, tag: str = "") -> Tensor:
@@ -39,7 +40,7 @@ def permute_tensor(self: Tensor, src_dst: list[int], group: Group = None, tag: s
     Source: csrc/ops/permute_tensor.cpp
     """
     name = group if type(group) is str else group_name(group, tag)
-    return deliver(_op(self, src_dst, name))
+    return _start(self, src_dst, name)
 
 
 _vmap.register("permute_tensor", _vmap.any_dim(_op))

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from torch_c10d_ext import _inductor, _vmap
-from torch_c10d_ext._async import deliver
+from torch_c10d_ext._async import starter
 from torch_c10d_ext._groups import Group, group_name
 
 _op = torch.ops.c10d_ext.reduce.default
 _op_ = torch.ops.c10d_ext.reduce_.default
+_start = starter(_op)
 
 
 def reduce(
@@ -52,9 +53,7 @@ def reduce(
     Source: csrc/ops/reduce.cpp
     """
     name = group if type(group) is str else group_name(group, tag)
-    if factor is None:
-        return deliver(_op(self, reduceOp, dst, name))
-    return deliver(_op(self, reduceOp, dst, name, factor=factor))
+    return _start(self, reduceOp, dst, name, factor=factor)
 
 
 _vmap.register("reduce", _vmap.any_dim(_op))

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from torch_c10d_ext import _vmap
-from torch_c10d_ext._async import deliver
+from torch_c10d_ext._async import starter
 from torch_c10d_ext._groups import Group, group_name
 
 _op = torch.ops.c10d_ext.reduce_from_group.default
+_start = starter(_op)
 
 
 def reduce_from_group(self: Tensor, group: Group = None, tag: str = "") -> Tensor:
@@ -37,7 +38,7 @@ def reduce_from_group(self: Tensor, group: Group = None, tag: str = "") -> Tenso
 
     Source: csrc/ops/reduce_from_group.cpp
     """
-    return deliver(_op(self, group if type(group) is str else group_name(group, tag)))
+    return _start(self, group if type(group) is str else group_name(group, tag))
 
 
 _vmap.register("reduce_from_group", _vmap.any_dim(_op))

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from torch_c10d_ext import _inductor, _vmap
-from torch_c10d_ext._async import deliver
+from torch_c10d_ext._async import starter
 from torch_c10d_ext._dims import check_dim
 from torch_c10d_ext._groups import Group, group_name
 
 _op = torch.ops.c10d_ext.reduce_scatter.default
+_start = starter(_op)
 
 
 def reduce_scatter(
@@ -62,9 +63,9 @@ def reduce_scatter(
         else 0
     )
     if dim == 0:
-        return deliver(_op(self, reduceOp, sizes, name, factor=factor))
+        return _start(self, reduceOp, sizes, name, factor=factor)
     rows = self.movedim(dim, 0)
-    return deliver(_op(rows, reduceOp, sizes, name, factor=factor)).movedim(0, dim).contiguous()
+    return _start(rows, reduceOp, sizes, name, factor=factor).movedim(0, dim).contiguous()
 
 
 _vmap.register("reduce_scatter", _vmap.by_rows(_op))

@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 from torch_c10d_ext import _inductor, _vmap
-from torch_c10d_ext._async import deliver
+from torch_c10d_ext._async import starter, writer, writes_directly
 from torch_c10d_ext._dims import check_dim, check_list, dim_to_rows
 from torch_c10d_ext._groups import Group, group_name, group_size, where
 
 _op = torch.ops.c10d_ext.reduce_scatter_tensor.default
 _coalesced = torch.ops.c10d_ext.reduce_scatter_tensor_coalesced.default
+_start = starter(_op)
+_start_list = starter(_coalesced)
+_write = writer(torch.ops.c10d_ext.reduce_scatter_tensor_out.default)
 
 
 def reduce_scatter_single(
@@ -58,9 +61,7 @@ def reduce_scatter_single(
     size = group_size(name)
     if scatter_dim != 0:
         self = _to_rows("reduce_scatter_single", self, scatter_dim, size, name)
-    if factor is None:
-        return deliver(_op(self, reduceOp, size, name))
-    return deliver(_op(self, reduceOp, size, name, factor=factor))
+    return _start(self, reduceOp, size, name, factor=factor)
 
 
 def reduce_scatter_tensor(
@@ -134,7 +135,7 @@ def reduce_scatter_single_coalesced(
         t if dim == 0 else _to_rows("reduce_scatter_single_coalesced", t, dim, size, name)
         for t, dim in zip(inputs, scatter_dim, strict=True)
     ]
-    return [deliver(out) for out in _coalesced(rows, reduceOp, size, name)]
+    return _start_list(rows, reduceOp, size, name)
 
 
 def reduce_scatter_tensor_coalesced(
@@ -167,7 +168,10 @@ def reduce_scatter_tensor_inplace(
             "reduce_scatter_tensor_inplace: async_op must be False, got True; use "
             "reduce_scatter_single"
         )
-    return output.copy_(reduce_scatter_single(input, op, scatter_dim, group, tag))
+    name = group if type(group) is str else group_name(group, tag)
+    if scatter_dim == 0 and output.dim() == input.dim() and writes_directly(output, input):
+        return _write(input, op, group_size(name), name, out=output)
+    return output.copy_(reduce_scatter_single(input, op, scatter_dim, name))
 
 
 def _to_rows(op: str, input: Tensor, scatter_dim: int, size: int, name: str) -> Tensor:

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from torch_c10d_ext import _inductor, _vmap
-from torch_c10d_ext._async import deliver
+from torch_c10d_ext._async import starter
 from torch_c10d_ext._dims import check_dim
 from torch_c10d_ext._groups import Group, group_name
 
 _op = torch.ops.c10d_ext.scatter.default
+_start = starter(_op)
 
 
 def scatter(
@@ -56,8 +57,8 @@ def scatter(
     name = group if type(group) is str else group_name(group, tag)
     dim = check_dim("scatter", "scatter_dim", scatter_dim, self, name) if scatter_dim != 0 else 0
     if dim == 0:
-        return deliver(_op(self, src, name, size=size))
-    return deliver(_op(self.movedim(dim, 0), src, name, size=size)).movedim(0, dim).contiguous()
+        return _start(self, src, name, size=size)
+    return _start(self.movedim(dim, 0), src, name, size=size).movedim(0, dim).contiguous()
 
 
 _vmap.register("scatter", _vmap.by_rows(_op))

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from torch_c10d_ext import _vmap
-from torch_c10d_ext._async import AsyncCollectiveTensor
+from torch_c10d_ext._async import AsyncCollectiveTensor, entry
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _op = torch.ops.c10d_ext.wait_tensor.default
+_enter = entry(_op)
 
 
 def wait_tensor(tensor: Tensor) -> Tensor:
@@ -39,11 +40,11 @@ def wait_tensor(tensor: Tensor) -> Tensor:
 
     Source: csrc/ops/wait_tensor.cpp
     """
-    if type(tensor) is AsyncCollectiveTensor and not (
-        _is_dynamo_compiling() or tensor.requires_grad
-    ):
+    if _is_dynamo_compiling():
+        return _op(tensor)
+    if type(tensor) is AsyncCollectiveTensor and not tensor.requires_grad:
         return tensor.trigger_wait()
-    return _op(tensor)
+    return _enter(tensor)
 
 
 _vmap.register("wait_tensor", _vmap.any_dim(_op))

@@ -1,0 +1,2013 @@
+// shm: CPU tensors between ranks on one machine, through memory they share.
+
+#include "backends/shm.h"
+
+#include <ATen/MemoryOverlap.h>
+#include <ATen/ThreadLocalState.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/record_function.h>
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <algorithm>
+#include <numeric>
+#include <set>
+#include <thread>
+#include <utility>
+
+#include "backends/shm/aside.h"
+#include "backends/shm/bootstrap.h"
+#include "backends/shm/layout.h"
+#include "core/failure.h"
+#include "core/gil.h"
+#include "core/memory.h"
+
+namespace c10d_ext {
+
+namespace {
+
+using std::string_view;
+using Milliseconds = std::chrono::milliseconds;
+using Tensors = std::vector<at::Tensor>;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+using Future = c10::ivalue::Future;
+using FuturePtr = c10::intrusive_ptr<Future>;
+
+// How long a group that is destroyed with work in flight waits for it.
+constexpr Milliseconds kGrace{5000};
+// torch.distributed.SHRINK_ABORT
+constexpr int kShrinkAbort = 1;
+
+// The dtypes that can be reduced; the others are moved as bytes.
+shm::DType dtype_of(c10::ScalarType dtype) {
+  using c10::ScalarType;
+  using shm::DType;
+  switch (dtype) {
+    case ScalarType::Bool:
+      return DType::Bool;
+    case ScalarType::Byte:
+      return DType::UInt8;
+    case ScalarType::Char:
+      return DType::Int8;
+    case ScalarType::Short:
+      return DType::Int16;
+    case ScalarType::UInt16:
+      return DType::UInt16;
+    case ScalarType::Int:
+      return DType::Int32;
+    case ScalarType::UInt32:
+      return DType::UInt32;
+    case ScalarType::Long:
+      return DType::Int64;
+    case ScalarType::UInt64:
+      return DType::UInt64;
+    case ScalarType::Half:
+      return DType::Half;
+    case ScalarType::BFloat16:
+      return DType::BFloat16;
+    case ScalarType::Float:
+      return DType::Float;
+    case ScalarType::Double:
+      return DType::Double;
+    case ScalarType::ComplexHalf:
+      return DType::ComplexHalf;
+    case ScalarType::ComplexFloat:
+      return DType::ComplexFloat;
+    case ScalarType::ComplexDouble:
+      return DType::ComplexDouble;
+    case ScalarType::Float8_e4m3fn:
+      return DType::Float8_e4m3fn;
+    case ScalarType::Float8_e4m3fnuz:
+      return DType::Float8_e4m3fnuz;
+    case ScalarType::Float8_e5m2:
+      return DType::Float8_e5m2;
+    case ScalarType::Float8_e5m2fnuz:
+      return DType::Float8_e5m2fnuz;
+    default:
+      return DType::Bytes;
+  }
+}
+
+shm::ReduceOp reduce_op_of(ReduceOp op) {
+  static_assert(static_cast<int>(ReduceOp::Sum) == static_cast<int>(shm::ReduceOp::Sum) &&
+                static_cast<int>(ReduceOp::Bxor) == static_cast<int>(shm::ReduceOp::Bxor) &&
+                static_cast<int>(ReduceOp::PremulSum) ==
+                    static_cast<int>(shm::ReduceOp::PremulSum));
+  return static_cast<shm::ReduceOp>(op);
+}
+
+bool is_dense(const at::Tensor& t) {
+  return t.is_contiguous() && !t.is_conj() && !t.is_neg();
+}
+
+std::string ms_text(Milliseconds duration) {
+  return c10::str(duration.count(), " ms");
+}
+
+FuturePtr future_of_tensors() {
+  return c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()));
+}
+
+// A profiler's view of one call: opened when the work begins, closed when it ends, on whichever
+// thread that is, for the observers of the thread that called.
+class Span {
+ public:
+  // Null when nobody observes.
+  static std::unique_ptr<Span> open(string_view op) {
+    auto observers = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
+    if (C10_LIKELY(!observers)) {
+      return nullptr;
+    }
+    return std::unique_ptr<Span>(new Span(c10::str("shm:", op), std::move(*observers)));
+  }
+
+  void add_input(const at::Tensor& t) {
+    inputs_.emplace_back(t);
+  }
+  void begin() {
+    at::ThreadLocalStateGuard caller(state_);
+    record_.emplace(std::move(observers_));
+    record_->_setAsync();
+    record_->before(title_.c_str(),
+                    c10::ArrayRef<const c10::IValue>(inputs_.data(), inputs_.size()));
+  }
+  void end() {
+    if (record_) {
+      at::ThreadLocalStateGuard caller(state_);
+      record_->end();
+    }
+  }
+
+ private:
+  Span(std::string title, at::StepCallbacks observers)
+      : title_(std::move(title)), observers_(std::move(observers)) {}
+
+  const at::ThreadLocalState state_;
+  const std::string title_;
+  at::StepCallbacks observers_;
+  std::vector<c10::IValue> inputs_;
+  std::optional<at::RecordFunction> record_;
+};
+
+uint64_t mix(uint64_t hash, uint64_t value) {
+  hash ^= value + 0x9e3779b97f4a7c15ULL + (hash << 6) + (hash >> 2);
+  return hash;
+}
+
+}  // namespace
+
+struct ShmBackend::Call {
+  enum class Delivery : uint8_t {
+    Async,  // a work, always
+    Sync,   // complete on return, no work
+    Op,     // a work unless complete already
+  };
+
+  string_view op;
+  c10d::OpType type;
+  Delivery delivery = Delivery::Op;
+  Milliseconds timeout = c10d::kUnsetTimeout;
+
+  template <class Options>
+  static Call of(string_view op, c10d::OpType type, const Options& opts) {
+    return {op, type, opts.asyncOp ? Delivery::Async : Delivery::Sync, opts.timeout};
+  }
+};
+
+// An operation of the engine with the tensors it reads and writes. Built and submitted by one
+// thread; settled by the one that drives the engine.
+class ShmBackend::Flight final : public shm::Operation {
+ public:
+  Flight() : shm::Operation({}, {}) {}
+
+  // Everything that a call sets is set here.
+  void start(string_view op, shm::Verb verb, Milliseconds limit, const Group& place, size_t sources,
+             size_t targets) {
+    op_ = op;
+    place_ = &place;
+    span_ = Span::open(op);
+    timeout = limit;
+    request.verb = verb;
+    request.sources.resize(sources);
+    request.targets.resize(targets);
+  }
+
+  // Without a trace of the last call, but with the memory of its lists. Only for one that has ended
+  // well and whose single owner asks: what is allocated costs as much as a small operation.
+  void renew() {
+    shm::Operation::renew();
+    shm::Request& r = request;
+    for (auto* parts : {&r.sources, &r.targets}) {
+      for (shm::Buffer& part : *parts) {
+        part.clear();
+      }
+    }
+    r.dtype = shm::DType::Bytes;
+    r.reduce_op = shm::ReduceOp::None;
+    r.factor = {};
+    r.root = r.peer = -1;
+    r.tag = 0;
+    r.shape_hash = 0;
+    travel_dtype_.reset();
+    has_dtype_ = false;
+    outputs_.clear();
+    state_.store(kRunning, std::memory_order_relaxed);
+  }
+  bool is_renewable() const {
+    return !error_ && !future_ && !listener_ && !carrier_;
+  }
+
+  // --- Building ---------------------------------------------------------------------------------
+
+  // The values of `t` travel as part `part`.
+  void read(size_t part, const at::Tensor& t) {
+    const at::Tensor& values = dense_values(t);
+    request.sources[part].push_back({readable(values), values.nbytes()});
+  }
+  // sizes[0] elements of `t` travel as part 0, the next sizes[1] as part 1, and so on.
+  void read_split(const at::Tensor& t, c10::IntArrayRef sizes) {
+    const at::Tensor& values = dense_values(t);
+    split(request.sources, readable(values), values.itemsize(), sizes);
+  }
+  void read_evenly(const at::Tensor& t) {
+    const at::Tensor& values = dense_values(t);
+    split_evenly(request.sources, readable(values), values.nbytes());
+  }
+
+  // What arrives as part `part` becomes the values of `t`.
+  void write(size_t part, const at::Tensor& t) {
+    const at::Tensor& memory = landing(t);
+    request.targets[part].push_back({writable(memory), memory.nbytes()});
+  }
+  void write_split(const at::Tensor& t, c10::IntArrayRef sizes) {
+    const at::Tensor& memory = landing(t);
+    split(request.targets, writable(memory), memory.itemsize(), sizes);
+  }
+  void write_evenly(const at::Tensor& t) {
+    const at::Tensor& memory = landing(t);
+    split_evenly(request.targets, writable(memory), memory.nbytes());
+  }
+
+  // Elements are converted to `dtype` to travel.
+  void travel_as(c10::ScalarType dtype) {
+    travel_dtype_ = dtype;
+  }
+  // All elements have one dtype, or the bytes count.
+  void set_dtype(const at::Tensor& t) {
+    const shm::DType dtype = dtype_of(t.scalar_type());
+    if (!has_dtype_) {
+      request.dtype = dtype;
+      has_dtype_ = true;
+    } else if (request.dtype != dtype) {
+      request.dtype = shm::DType::Bytes;
+    }
+  }
+  // What is compared on all ranks.
+  void add_shape(const at::Tensor& t) {
+    request.shape_hash = mix(request.shape_hash, static_cast<uint64_t>(t.dim()));
+    for (const auto size : t.sizes()) {
+      request.shape_hash = mix(request.shape_hash, static_cast<uint64_t>(size));
+    }
+  }
+  // As write(), of memory that is no result.
+  void receive(size_t part, const at::Tensor& scratch) {
+    kept_.push_back(scratch);
+    request.targets[part].push_back({writable(scratch), scratch.nbytes()});
+  }
+  // A result that the engine does not write itself.
+  void add_output(const at::Tensor& t) {
+    outputs_.push_back(alias_of(t));
+  }
+  // Runs after the data has arrived.
+  void then(std::function<void()> finish) {
+    finish_ = std::move(finish);
+  }
+  // Sources that share memory with targets are copied first, but for a rank's own part that is
+  // replaced in place, which the engine can do.
+  void separate();
+
+  // --- Several flights as one operation
+  // -----------------------------------------------------------
+
+  bool can_carry(const Flight& other) const {
+    const auto& a = request;
+    const auto& b = other.request;
+    return a.verb == b.verb && a.dtype == b.dtype && a.reduce_op == b.reduce_op &&
+           a.factor.real == b.factor.real && a.factor.imaginary == b.factor.imaginary &&
+           timeout == other.timeout &&
+           (a.verb == shm::Verb::AllReduce || a.verb == shm::Verb::AllGather ||
+            a.verb == shm::Verb::ReduceScatter);
+  }
+  void carry(const std::shared_ptr<Flight>& other) {
+    append(request.sources, other->request.sources);
+    append(request.targets, other->request.targets);
+    request.shape_hash = mix(request.shape_hash, other->request.shape_hash);
+    passengers_.push_back(other);
+  }
+  void hold() {
+    held_.store(true, std::memory_order_relaxed);
+  }
+  // `carrier`: the operation that this is a part of from now on, or null.
+  void release(std::shared_ptr<Flight> carrier) {
+    carrier_ = std::move(carrier);
+    held_.store(false, std::memory_order_release);
+  }
+  // In an open coalescing block: not submitted yet.
+  bool held() const {
+    return held_.load(std::memory_order_acquire);
+  }
+  // What the engine knows.
+  Flight& carrier() {
+    return carrier_ ? *carrier_ : *this;
+  }
+
+  // --- Outcome ----------------------------------------------------------------------------------
+
+  // The result is there, or the error. Future callbacks may still be running.
+  bool settled() const {
+    return state_.load(std::memory_order_acquire) == kSettled;
+  }
+  // These two only once it is settled.
+  const std::exception_ptr& error() const {
+    return error_;
+  }
+  float milliseconds() const {
+    return milliseconds_;
+  }
+  void report() const {
+    if (C10_UNLIKELY(error_ != nullptr)) {
+      std::rethrow_exception(error_);
+    }
+  }
+  int source() const {
+    return settled() ? source_ : -1;
+  }
+  uint64_t number() const {
+    return carrier_ && settled() ? number_ : seq();
+  }
+  string_view op() const {
+    return op_;
+  }
+  Tensors outputs() const {
+    return Tensors(outputs_.begin(), outputs_.end());
+  }
+  FuturePtr future() {
+    std::unique_lock lock(audience_mutex_);
+    if (!future_) {
+      future_ = future_of_tensors();
+      if (!expect()) {
+        lock.unlock();
+        complete(future_);
+      }
+    }
+    return future_;
+  }
+  // Once at most.
+  void when_settled(std::function<void(std::exception_ptr)> over) {
+    std::unique_lock lock(audience_mutex_);
+    if (expect()) {
+      listener_ = std::move(over);
+    } else {
+      lock.unlock();
+      over(error_);
+    }
+  }
+
+  void on_begin() override {
+    if (span_) {
+      span_->begin();
+    }
+    for (const auto& passenger : passengers_) {
+      passenger->on_begin();
+    }
+  }
+
+  void on_done(const shm::Failure* failure) override {
+    settle(failure, *this);
+    // They hold this one: the circle ends here.
+    for (const auto& passenger : std::exchange(passengers_, {})) {
+      passenger->settle(failure, *this);
+    }
+  }
+
+ private:
+  enum State : uint8_t { kRunning, kAwaited, kSettled };
+  struct Landing {
+    at::Tensor scratch;
+    at::Tensor out;
+  };
+
+  // A dense tensor of the values of `t`, kept until the end.
+  const at::Tensor& dense_values(const at::Tensor& t) {
+    if (C10_UNLIKELY(span_ != nullptr)) {
+      span_->add_input(t);
+    }
+    if (C10_UNLIKELY(travel_dtype_ && *travel_dtype_ != t.scalar_type())) {
+      kept_.push_back(at::empty(t.sizes(), t.options().dtype(*travel_dtype_)).copy_(t));
+    } else {
+      kept_.push_back(is_dense(t) ? alias_of(t) : dense(t));
+    }
+    return kept_.back();
+  }
+
+  // A dense tensor that becomes `t` in the end.
+  const at::Tensor& landing(const at::Tensor& t) {
+    outputs_.push_back(alias_of(t));
+    const bool converted = travel_dtype_ && *travel_dtype_ != t.scalar_type();
+    if (C10_LIKELY(is_dense(t) && !converted)) {
+      return outputs_.back();
+    }
+    const auto dtype = converted ? *travel_dtype_ : t.scalar_type();
+    landings_.push_back({at::empty(t.sizes(), t.options().dtype(dtype)), outputs_.back()});
+    return landings_.back().scratch;
+  }
+
+  static void append(std::vector<shm::Buffer>& parts, const std::vector<shm::Buffer>& more) {
+    for (size_t i = 0; i < parts.size(); ++i) {
+      parts[i].insert(parts[i].end(), more[i].begin(), more[i].end());
+    }
+  }
+  // The engine writes targets only.
+  static std::byte* readable(const at::Tensor& t) {
+    return static_cast<std::byte*>(const_cast<void*>(t.const_data_ptr()));
+  }
+  static std::byte* writable(const at::Tensor& t) {
+    return static_cast<std::byte*>(t.mutable_data_ptr());
+  }
+  static void split(std::vector<shm::Buffer>& parts, std::byte* data, size_t itemsize,
+                    c10::IntArrayRef sizes) {
+    for (size_t i = 0; i < parts.size(); ++i) {
+      const size_t bytes = static_cast<size_t>(sizes[i]) * itemsize;
+      parts[i].push_back({data, bytes});
+      data += bytes;
+    }
+  }
+  static void split_evenly(std::vector<shm::Buffer>& parts, std::byte* data, size_t total) {
+    const size_t bytes = total / parts.size();
+    for (auto& part : parts) {
+      part.push_back({data, bytes});
+      data += bytes;
+    }
+  }
+
+  // `carrier` is the operation that the engine ran.
+  void settle(const shm::Failure* failure, const Flight& carrier) {
+    if (C10_UNLIKELY(failure != nullptr)) {
+      using Kind = CollectiveError::Kind;
+      static_assert(
+          static_cast<int>(Kind::RankLost) == static_cast<int>(shm::Failure::Kind::RankLost) &&
+          static_cast<int>(Kind::Timeout) == static_cast<int>(shm::Failure::Kind::Timeout) &&
+          static_cast<int>(Kind::Mismatch) == static_cast<int>(shm::Failure::Kind::Mismatch) &&
+          static_cast<int>(Kind::Closed) == static_cast<int>(shm::Failure::Kind::Closed));
+      error_ = std::make_exception_ptr(CollectiveError(static_cast<Kind>(failure->kind),
+                                                       failure->text, failure->ranks, failure->op,
+                                                       failure->seq, place_->name()));
+    } else if (C10_UNLIKELY(!landings_.empty() || finish_)) {
+      try {
+        at::AutoDispatchBelowADInplaceOrView below_autograd;
+        for (const auto& [scratch, out] : landings_) {
+          out.copy_(scratch);
+        }
+        if (finish_) {
+          finish_();
+        }
+      } catch (...) {
+        error_ = std::current_exception();
+      }
+    }
+    if (C10_UNLIKELY(span_ != nullptr)) {
+      span_->end();
+      span_.reset();
+    }
+    source_ = carrier.source_rank();
+    number_ = carrier.seq();
+    milliseconds_ =
+        std::chrono::duration<float, std::milli>(carrier.shm::Operation::duration()).count();
+    finish_ = nullptr;
+    landings_.clear();
+    kept_.clear();
+    if (state_.exchange(kSettled, std::memory_order_acq_rel) == kAwaited) {
+      std::function<void(std::exception_ptr)> listener;
+      FuturePtr future;
+      {
+        std::lock_guard lock(audience_mutex_);
+        listener.swap(listener_);
+        future = future_;
+      }
+      if (listener) {
+        listener(error_);
+      }
+      if (future) {
+        complete(future);
+      }
+    }
+  }
+
+  // Under audience_mutex_. False: settled already, there is nothing to wait for.
+  bool expect() {
+    uint8_t state = kRunning;
+    return state_.compare_exchange_strong(state, kAwaited, std::memory_order_acq_rel) ||
+           state == kAwaited;
+  }
+
+  void complete(const FuturePtr& future) {
+    const shm::Aside aside;
+    try {
+      if (error_) {
+        future->setErrorIfNeeded(error_);
+      } else {
+        future->markCompleted(c10::IValue(outputs()));
+      }
+    } catch (const std::exception& e) {
+      TORCH_WARN("shm: a callback of ", op_, " failed: ", e.what());
+    }
+  }
+
+  string_view op_;
+  const Group* place_ = nullptr;  // the engine's owner has it
+  std::unique_ptr<Span> span_;
+  std::optional<c10::ScalarType> travel_dtype_;
+  bool has_dtype_ = false;
+
+  // What is read, until it is settled; what is written, for as long as somebody may ask.
+  c10::SmallVector<at::Tensor, 2> kept_;
+  c10::SmallVector<at::Tensor, 2> outputs_;
+  std::vector<Landing> landings_;
+  std::function<void()> finish_;
+
+  std::vector<std::shared_ptr<Flight>> passengers_;
+  std::shared_ptr<Flight> carrier_;
+  std::atomic<bool> held_{false};
+
+  // Written before state_ becomes kSettled.
+  std::exception_ptr error_;
+  int source_ = -1;
+  uint64_t number_ = 0;
+  float milliseconds_ = 0;
+  std::atomic<uint8_t> state_{kRunning};
+  // Who wants to hear of the end. Guarded by audience_mutex_.
+  std::mutex audience_mutex_;
+  FuturePtr future_;
+  std::function<void(std::exception_ptr)> listener_;
+};
+
+void ShmBackend::Flight::separate() {
+  auto& sources = request.sources;
+  auto& targets = request.targets;
+  if (targets.empty() || sources.empty()) {
+    return;
+  }
+  struct Span {
+    const std::byte* begin;
+    const std::byte* end;
+    size_t part;
+    size_t piece;
+  };
+  std::vector<Span> written;
+  for (size_t part = 0; part < targets.size(); ++part) {
+    for (size_t piece = 0; piece < targets[part].size(); ++piece) {
+      const auto& [data, bytes] = targets[part][piece];
+      if (bytes != 0) {
+        written.push_back({data, data + bytes, part, piece});
+      }
+    }
+  }
+  std::sort(written.begin(), written.end(),
+            [](const Span& a, const Span& b) { return a.begin < b.begin; });
+  // Where the engine reads and writes the same part of the same rank.
+  const auto own = static_cast<size_t>(place_->rank());
+  const auto in_place = [&](size_t source_part, size_t target_part) {
+    return (sources.size() == 1 ? source_part == 0 : source_part == own) &&
+           (targets.size() == 1 ? target_part == 0 : target_part == own);
+  };
+  for (size_t part = 0; part < sources.size(); ++part) {
+    for (size_t piece = 0; piece < sources[part].size(); ++piece) {
+      auto& [data, bytes] = sources[part][piece];
+      const std::byte* end = data + bytes;
+      // Targets do not overlap each other, so their ends are in order too.
+      auto hit =
+          std::lower_bound(written.begin(), written.end(), data,
+                           [](const Span& s, const std::byte* begin) { return s.end <= begin; });
+      if (bytes == 0 || hit == written.end() || hit->begin >= end) {
+        continue;
+      }
+      if (hit->begin == data && hit->end == end && hit->piece == piece &&
+          in_place(part, hit->part)) {
+        continue;
+      }
+      const at::Tensor copy = at::empty({static_cast<int64_t>(bytes)}, at::kByte);
+      std::memcpy(copy.mutable_data_ptr(), data, bytes);
+      data = static_cast<std::byte*>(copy.mutable_data_ptr());
+      kept_.push_back(copy);
+    }
+  }
+}
+
+// --- A group's engine, shared with the works
+// ------------------------------------------------------
+
+namespace {
+
+// For waits: lets Ctrl-C through.
+void check_signals() {
+#if PY_VERSION_HEX >= 0x030d0000
+  const bool going_down = Py_IsFinalizing();
+#else
+  const bool going_down = _Py_IsFinalizing();
+#endif
+  if (!Py_IsInitialized() || going_down) {
+    return;
+  }
+  pybind11::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) {
+    throw pybind11::error_already_set();
+  }
+}
+
+}  // namespace
+
+class ShmBackend::Live {
+ public:
+  Live(std::unique_ptr<shm::Membership> membership, std::unique_ptr<shm::Engine> engine,
+       bool polls_drive, Group place)
+      : membership_(std::move(membership)),
+        engine_(std::move(engine)),
+        polls_drive_(polls_drive),
+        place_(std::move(place)),
+        generation_(shm::fork_generation()) {}
+
+  ~Live() {
+    if (is_foreign()) {
+      // The parent's: its threads do not exist here, its locks may be held for ever.
+      static_cast<void>(membership_.release());
+      static_cast<void>(engine_.release());
+      return;
+    }
+    close(Milliseconds(0));
+  }
+
+  static std::shared_ptr<Live> start(std::unique_ptr<shm::Membership> membership,
+                                     const Settings& settings, const Group& place) {
+    shm::Settings engine_settings = settings.engine;
+    engine_settings.group = place.name();
+    engine_settings.died = [m = membership.get()](int rank) { return m->died(rank); };
+    auto engine = std::make_unique<shm::Engine>(
+        membership->mapping(), settings.arena, static_cast<int>(place.rank()),
+        static_cast<int>(place.size()), membership->peers(), engine_settings);
+    auto live = std::make_shared<Live>(std::move(membership), std::move(engine),
+                                       !settings.engine.progress_thread, place);
+    live->membership_->watch([e = live->engine_.get()](int rank) { e->peer_lost(rank); });
+    std::lock_guard lock(registry().mutex);
+    auto& all = registry().groups;
+    all.erase(std::remove_if(all.begin(), all.end(), [](const auto& g) { return g.expired(); }),
+              all.end());
+    all.push_back(live);
+    return live;
+  }
+
+  static void close_all(Milliseconds grace) {
+    std::vector<std::weak_ptr<Live>> all;
+    {
+      std::lock_guard lock(registry().mutex);
+      all.swap(registry().groups);
+    }
+    const auto deadline = std::chrono::steady_clock::now() + grace;
+    for (const auto& group : all) {
+      if (const auto live = group.lock()) {
+        const auto left =
+            std::chrono::duration_cast<Milliseconds>(deadline - std::chrono::steady_clock::now());
+        live->close(std::max(left, Milliseconds(0)));
+      }
+    }
+  }
+
+  // The peers are told as soon as it is done: their operations that need this rank fail.
+  void close(Milliseconds grace) {
+    if (is_foreign()) {
+      return;
+    }
+    // Whoever comes second, from a callback of what is being ended say, leaves it to the first.
+    if (!closing_.exchange(true)) {
+      without_gil([&] {
+        engine_->close(grace);
+        membership_->stop();
+        membership_.reset();
+      });
+    }
+  }
+
+  shm::Engine& engine() const {
+    return *engine_;
+  }
+  const Group& place() const {
+    return place_;
+  }
+
+  bool is_done(Flight& flight) const {
+    if (!flight.settled() && polls_drive_ && !flight.held() && !is_foreign()) {
+      engine_->wait(flight.carrier(), Milliseconds(0), nullptr);
+    }
+    return flight.settled();
+  }
+
+  FuturePtr future(Flight& flight) const {
+    // Without a thread nobody would ever complete it.
+    if (polls_drive_ && !flight.held()) {
+      wait(flight, kNoTimeout);
+    }
+    return flight.future();
+  }
+
+  // Blocks until the flight is settled; its own timeout ends it if `timeout` is not positive.
+  void wait(Flight& flight, Milliseconds timeout) const {
+    using Kind = CollectiveError::Kind;
+    if (flight.settled()) {
+      return;
+    }
+    if (C10_UNLIKELY(flight.held())) {
+      throw error(Kind::Closed, flight,
+                  "the coalescing block must be closed before its operations are waited for, got "
+                  "an open one");
+    }
+    if (C10_UNLIKELY(is_foreign())) {
+      throw error(Kind::Closed, flight,
+                  "the work must be waited for in the process that started it, got a forked child");
+    }
+    const bool limited = timeout > Milliseconds(0);
+    bool ended = false;
+    without_gil([&] {
+      ended = engine_->wait(flight.carrier(), limited ? std::optional(timeout) : std::nullopt,
+                            check_signals);
+    });
+    if (!ended) {
+      throw error(Kind::Timeout, flight,
+                  c10::str("the wait must end within ", ms_text(timeout),
+                           ", got none of the result by then; the collective goes on"));
+    }
+  }
+
+ private:
+  struct Registry {
+    std::mutex mutex;
+    std::vector<std::weak_ptr<Live>> groups;
+  };
+  // Never destroyed: groups may end while the process does.
+  static Registry& registry() {
+    static auto* instance = new Registry;
+    return *instance;
+  }
+
+  bool is_foreign() const {
+    return shm::fork_generation() != generation_;
+  }
+
+  CollectiveError error(CollectiveError::Kind kind, const Flight& flight,
+                        const std::string& message) const {
+    return CollectiveError(kind, c10::str(flight.op(), ": ", message, " ", where(place_)), {},
+                           std::string(flight.op()), flight.number(), place_.name());
+  }
+
+  std::atomic<bool> closing_{false};
+  std::unique_ptr<shm::Membership> membership_;
+  std::unique_ptr<shm::Engine> engine_;
+  const bool polls_drive_;
+  const Group place_;
+  const uint64_t generation_;
+};
+
+// --- Works
+// ----------------------------------------------------------------------------------------
+
+namespace {
+
+class ShmWork final : public c10d::Work {
+ public:
+  using Live = ShmBackend::Live;
+  using Flight = ShmBackend::Flight;
+
+  ShmWork(std::shared_ptr<Live> live, std::shared_ptr<Flight> flight, int rank, c10d::OpType type)
+      : c10d::Work(rank, type), live_(std::move(live)), flight_(std::move(flight)) {}
+
+  bool isCompleted() override {
+    return live_->is_done(*flight_);
+  }
+  bool isSuccess() const override {
+    return flight_->settled() && !flight_->error();
+  }
+  std::exception_ptr exception() const override {
+    return flight_->settled() ? flight_->error() : nullptr;
+  }
+  bool wait(Milliseconds timeout) override {
+    live_->wait(*flight_, timeout);
+    flight_->report();
+    return true;
+  }
+  void synchronize() override {
+    wait(kNoTimeout);
+  }
+  void abort() override {
+    live_->engine().abort(c10::str(flight_->op(),
+                                   ": the group must be alive, got an abort of "
+                                   "this work"));
+  }
+  int sourceRank() const override {
+    return flight_->source();
+  }
+  Tensors result() override {
+    return flight_->outputs();
+  }
+  FuturePtr getFuture() override {
+    return live_->future(*flight_);
+  }
+  Flight& flight() const {
+    return *flight_;
+  }
+  uint64_t getSequencenumber() const override {
+    return flight_->number();
+  }
+  float getDuration() const override {
+    TORCH_CHECK(flight_->settled(), flight_->op(),
+                ": getDuration must be asked once the work is complete, got one in flight");
+    return flight_->milliseconds();
+  }
+
+ private:
+  const std::shared_ptr<Live> live_;
+  const std::shared_ptr<Flight> flight_;
+};
+
+// All the works of a coalescing block.
+class CoalescedWork final : public c10d::Work {
+ public:
+  CoalescedWork(std::vector<WorkPtr> works, int rank)
+      : c10d::Work(rank, c10d::OpType::COALESCED), works_(std::move(works)) {}
+
+  bool isCompleted() override {
+    return std::all_of(works_.begin(), works_.end(), [](auto& w) { return w->isCompleted(); });
+  }
+  bool isSuccess() const override {
+    return std::all_of(works_.begin(), works_.end(), [](auto& w) { return w->isSuccess(); });
+  }
+  std::exception_ptr exception() const override {
+    for (const auto& work : works_) {
+      if (auto error = work->exception()) {
+        return error;
+      }
+    }
+    return nullptr;
+  }
+  bool wait(Milliseconds timeout) override {
+    for (const auto& work : works_) {
+      work->wait(timeout);
+    }
+    return true;
+  }
+  void synchronize() override {
+    wait(kNoTimeout);
+  }
+  void abort() override {
+    works_.front()->abort();
+  }
+  Tensors result() override {
+    Tensors all;
+    for (const auto& work : works_) {
+      const Tensors some = work->result();
+      all.insert(all.end(), some.begin(), some.end());
+    }
+    return all;
+  }
+  FuturePtr getFuture() override {
+    std::lock_guard lock(mutex_);
+    if (!future_) {
+      future_ = future_of_tensors();
+      const auto remaining = std::make_shared<std::atomic<size_t>>(works_.size());
+      for (const auto& work : works_) {
+        work->getFuture()->addCallback([remaining, all = future_, tensors = result()](Future& one) {
+          if (one.hasError()) {
+            all->setErrorIfNeeded(one.exception_ptr());
+          }
+          if (remaining->fetch_sub(1) == 1 && !all->completed()) {
+            all->markCompleted(c10::IValue(tensors));
+          }
+        });
+      }
+    }
+    return future_;
+  }
+  uint64_t getSequencenumber() const override {
+    return works_.front()->getSequencenumber();
+  }
+  float getDuration() const override {
+    float sum = 0;
+    for (const auto& work : works_) {
+      sum += work->getDuration();
+    }
+    return sum;
+  }
+
+ private:
+  const std::vector<WorkPtr> works_;
+  FuturePtr future_;  // guarded by mutex_
+};
+
+}  // namespace
+
+// --- Checks: before anything is sent
+// --------------------------------------------------------------
+
+void ShmBackend::check_tensor(string_view op, string_view name, const at::Tensor& t) const {
+  C10D_EXT_CHECK_VALUE(t.defined(), op, place_, name, " must be a tensor, got an undefined one");
+  C10D_EXT_CHECK_VALUE(t.is_cpu(), op, place_, name,
+                       " must be on the CPU, which the shm backend serves, got one on ",
+                       t.device());
+  C10D_EXT_CHECK_TYPE(t.layout() == c10::kStrided, op, place_, name,
+                      " must be a dense (strided) tensor, got layout ", t.layout());
+}
+
+void ShmBackend::check_written(string_view op, string_view name, const at::Tensor& t) const {
+  check_tensor(op, name, t);
+  C10D_EXT_CHECK_VALUE(t.is_contiguous() || at::has_internal_overlap(t) != at::MemOverlap::Yes, op,
+                       place_, name, " must hold each element at a place of its own, got shape ",
+                       t.sizes(), " with strides ", t.strides());
+}
+
+const at::Tensor& ShmBackend::only(string_view op, string_view name, const Tensors& tensors) const {
+  C10D_EXT_CHECK_VALUE(tensors.size() == 1, op, place_, name, " must be one tensor, got ",
+                       tensors.size());
+  return tensors.front();
+}
+
+const Tensors& ShmBackend::only_list(string_view op, string_view name,
+                                     const std::vector<Tensors>& lists) const {
+  C10D_EXT_CHECK_VALUE(lists.size() == 1, op, place_, name, " must be one list of tensors, got ",
+                       lists.size());
+  return lists.front();
+}
+
+// A tensor for each rank, this rank's as large as `own`.
+void ShmBackend::check_parts(string_view op, string_view name, const Tensors& parts,
+                             const at::Tensor& own, string_view own_name) const {
+  C10D_EXT_CHECK_VALUE(parts.size() == static_cast<size_t>(size_), op, place_, name,
+                       " must be one tensor for each of the ", size_, " ranks, got ", parts.size());
+  for (const auto& part : parts) {
+    check_tensor(op, name, part);
+    C10D_EXT_CHECK_TYPE(part.scalar_type() == own.scalar_type(), op, place_, name, " must have ",
+                        own_name, "'s dtype, ", own.scalar_type(), ", got ", part.scalar_type());
+  }
+  C10D_EXT_CHECK_VALUE(parts[rank_].numel() == own.numel(), op, place_, name, "[", rank_,
+                       "], this rank's part, must have as many elements as ", own_name, ", ",
+                       own.sizes(), ", got ", parts[rank_].sizes());
+}
+
+void ShmBackend::check_root(string_view op, int64_t root) const {
+  C10D_EXT_CHECK_VALUE(root >= 0 && root < size_, op, place_,
+                       "the root must be a rank of the group, 0 to ", size_ - 1, ", got ", root);
+}
+
+Reduction ShmBackend::reduction_of(string_view op, const c10d::ReduceOp& reduce_op,
+                                   c10::ScalarType dtype) const {
+  static_assert(static_cast<int>(ReduceOp::Sum) == c10d::ReduceOp::SUM &&
+                static_cast<int>(ReduceOp::Avg) == c10d::ReduceOp::AVG &&
+                static_cast<int>(ReduceOp::Product) == c10d::ReduceOp::PRODUCT &&
+                static_cast<int>(ReduceOp::Min) == c10d::ReduceOp::MIN &&
+                static_cast<int>(ReduceOp::Max) == c10d::ReduceOp::MAX &&
+                static_cast<int>(ReduceOp::Band) == c10d::ReduceOp::BAND &&
+                static_cast<int>(ReduceOp::Bor) == c10d::ReduceOp::BOR &&
+                static_cast<int>(ReduceOp::Bxor) == c10d::ReduceOp::BXOR &&
+                static_cast<int>(ReduceOp::PremulSum) == c10d::ReduceOp::PREMUL_SUM);
+  C10D_EXT_CHECK_VALUE(reduce_op.op_ < c10d::ReduceOp::UNUSED, op, place_,
+                       "the reduce op must be one of torch.distributed.ReduceOp, got number ",
+                       static_cast<int>(reduce_op.op_));
+  Reduction reduction{static_cast<ReduceOp>(reduce_op.op_), std::nullopt};
+  if (reduction.op == ReduceOp::PremulSum) {
+    C10D_EXT_CHECK_VALUE(reduce_op.supplement_, op, place_, "PREMUL_SUM needs a factor, got none");
+    // Its only kind, by the layout that torch gives it.
+    const auto& supplement =
+        static_cast<const c10d::NCCLPreMulSumSupplement&>(*reduce_op.supplement_);
+    if (supplement.tensor_factor.defined()) {
+      reduction.factor = supplement.tensor_factor.item();
+    } else if (c10::isIntegralType(dtype, /*includeBool=*/true) &&
+               std::abs(supplement.double_factor) < 0x1p53 &&
+               supplement.double_factor == std::trunc(supplement.double_factor)) {
+      reduction.factor = static_cast<int64_t>(supplement.double_factor);
+    } else {
+      reduction.factor = supplement.double_factor;
+    }
+  }
+  check_reduction(op, place_, reduction, dtype);
+  return reduction;
+}
+
+// --- From calls to flights
+// ------------------------------------------------------------------------
+
+// The flight of this thread's last call that was complete on return.
+ShmBackend::FlightPtr& ShmBackend::spare() {
+  static thread_local FlightPtr instance;
+  return instance;
+}
+
+void ShmBackend::recycle(FlightPtr flight) {
+  if (flight.use_count() != 1) {
+    return;
+  }
+  // After all that the thread that ended it did before it let go.
+  std::atomic_thread_fence(std::memory_order_acquire);
+  if (flight->is_renewable()) {
+    flight->renew();
+    spare() = std::move(flight);
+  }
+}
+
+ShmBackend::FlightPtr ShmBackend::make(const Call& call, shm::Verb verb) const {
+  const auto ranks = static_cast<size_t>(size_);
+  size_t sources = 1;
+  size_t targets = 1;
+  using shm::Verb;
+  switch (verb) {
+    case Verb::Barrier:
+      sources = targets = 0;
+      break;
+    case Verb::AllGather:
+      targets = ranks;
+      break;
+    case Verb::ReduceScatter:
+      sources = ranks;
+      break;
+    case Verb::AllToAll:
+      sources = targets = ranks;
+      break;
+    case Verb::Send:
+      targets = 0;
+      break;
+    case Verb::Recv:
+      sources = 0;
+      break;
+    // The sides that a root has are filled in with the root.
+    case Verb::Reduce:
+    case Verb::Gather:
+      targets = 0;
+      break;
+    case Verb::Broadcast:
+    case Verb::Scatter:
+      sources = 0;
+      break;
+    case Verb::AllReduce:
+      break;
+  }
+  const Milliseconds timeout =
+      call.timeout > Milliseconds(0) ? call.timeout : timeout_.load(std::memory_order_relaxed);
+  FlightPtr flight = std::move(spare());
+  if (!flight) {
+    flight = std::make_shared<Flight>();
+  }
+  flight->start(call.op, verb, timeout, place_, sources, targets);
+  flight->request.async = call.delivery != Call::Delivery::Sync;
+  return flight;
+}
+
+ShmBackend::FlightPtr ShmBackend::make(const Call& call, shm::Verb verb, const Reduction& reduction,
+                                       c10::ScalarType dtype) const {
+  auto flight = make(call, verb);
+  shm::Request& request = flight->request;
+  request.reduce_op = reduce_op_of(reduction.op);
+  if (C10_UNLIKELY(reduction.factor.has_value())) {
+    const c10::Scalar& factor = *reduction.factor;
+    if (factor.isComplex()) {
+      const auto value = factor.toComplexDouble();
+      request.factor = {value.real(), value.imag()};
+    } else {
+      constexpr int64_t kExact = int64_t{1} << 53;
+      C10D_EXT_CHECK_VALUE(
+          factor.isFloatingPoint() || std::abs(factor.toLong()) <= kExact, call.op, place_,
+          "an integer factor must be at most 2^53 on the shm backend, got ", factor);
+      request.factor = {factor.toDouble(), 0};
+    }
+  }
+  if (C10_UNLIKELY(dtype == c10::ScalarType::Float8_e8m0fnu)) {
+    // A scale, which no kernel reduces.
+    flight->travel_as(c10::kFloat);
+    dtype = c10::kFloat;
+  }
+  request.dtype = dtype_of(dtype);
+  return flight;
+}
+
+ShmBackend::WorkPtr ShmBackend::launch(const Call& call, FlightPtr flight) {
+  using Delivery = Call::Delivery;
+  const auto in_place = [](const shm::Request& r) {
+    return r.sources.size() == 1 && r.targets.size() == 1 && r.sources[0].size() == 1 &&
+           r.targets[0].size() == 1 && r.sources[0][0].data == r.targets[0][0].data;
+  };
+  if (!in_place(flight->request)) {
+    flight->separate();
+  }
+  if (C10_UNLIKELY(batching_.load(std::memory_order_relaxed)) && call.delivery != Delivery::Op) {
+    std::lock_guard lock(batch_mutex_);
+    flight->hold();
+    flight->request.async = true;
+    batch_.push_back(flight);
+    return call.delivery == Delivery::Sync
+               ? nullptr
+               : c10::make_intrusive<ShmWork>(live_, std::move(flight), rank_, call.type);
+  }
+  live_->engine().submit(flight);
+  switch (call.delivery) {
+    case Delivery::Op:
+      if (flight->settled()) {
+        flight->report();
+        recycle(std::move(flight));
+        return {};
+      }
+      break;
+    case Delivery::Sync:
+      live_->wait(*flight, kNoTimeout);
+      flight->report();
+      recycle(std::move(flight));
+      return {};
+    case Delivery::Async:
+      break;
+  }
+  return c10::make_intrusive<ShmWork>(live_, std::move(flight), rank_, call.type);
+}
+
+ShmBackend::WorkPtr ShmBackend::all_reduce(const Call& call, at::TensorList sources,
+                                           at::TensorList outs, const Reduction& reduction) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  auto flight = make(call, shm::Verb::AllReduce, reduction, outs.front().scalar_type());
+  for (size_t i = 0; i < outs.size(); ++i) {
+    flight->read(0, sources[i]);
+    flight->write(0, outs[i]);
+    flight->add_shape(outs[i]);
+  }
+  return launch(call, std::move(flight));
+}
+
+ShmBackend::WorkPtr ShmBackend::reduce_to(const Call& call, const at::Tensor& source,
+                                          const at::Tensor& out, const Reduction& reduction,
+                                          int64_t root) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  auto flight = make(call, shm::Verb::Reduce, reduction, source.scalar_type());
+  flight->request.root = static_cast<int>(root);
+  flight->read(0, source);
+  flight->add_shape(source);
+  if (rank_ == root) {
+    flight->request.targets.resize(1);
+    flight->write(0, out);
+  } else {
+    flight->add_output(out);
+  }
+  return launch(call, std::move(flight));
+}
+
+ShmBackend::WorkPtr ShmBackend::broadcast_from(const Call& call, at::TensorList sources,
+                                               at::TensorList outs, int64_t root) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  auto flight = make(call, shm::Verb::Broadcast);
+  flight->request.root = static_cast<int>(root);
+  const bool sends = rank_ == root;
+  const bool in_place =
+      sends && std::equal(sources.begin(), sources.end(), outs.begin(), outs.end(),
+                          [](const auto& s, const auto& o) { return s.is_same(o); });
+  if (sends) {
+    flight->request.sources.resize(1);
+  }
+  if (in_place) {
+    flight->request.targets.clear();
+  }
+  for (size_t i = 0; i < outs.size(); ++i) {
+    flight->set_dtype(outs[i]);
+    flight->add_shape(outs[i]);
+    if (sends) {
+      flight->read(0, sources[i]);
+    }
+    if (in_place) {
+      flight->add_output(outs[i]);
+    } else {
+      flight->write(0, outs[i]);
+    }
+  }
+  return launch(call, std::move(flight));
+}
+
+ShmBackend::WorkPtr ShmBackend::all_gather(const Call& call, at::TensorList sources,
+                                           at::TensorList outs) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  auto flight = make(call, shm::Verb::AllGather);
+  for (size_t i = 0; i < outs.size(); ++i) {
+    flight->set_dtype(outs[i]);
+    flight->read(0, sources[i]);
+    flight->write_evenly(outs[i]);
+    flight->add_shape(sources[i]);
+  }
+  return launch(call, std::move(flight));
+}
+
+ShmBackend::WorkPtr ShmBackend::scatter_reduced(const Call& call, at::TensorList sources,
+                                                at::TensorList outs, const Reduction& reduction) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  auto flight = make(call, shm::Verb::ReduceScatter, reduction, outs.front().scalar_type());
+  for (size_t i = 0; i < outs.size(); ++i) {
+    flight->read_evenly(sources[i]);
+    flight->write(0, outs[i]);
+    flight->add_shape(outs[i]);
+  }
+  return launch(call, std::move(flight));
+}
+
+ShmBackend::WorkPtr ShmBackend::exchange(const Call& call, const at::Tensor& source,
+                                         const at::Tensor& out, c10::IntArrayRef source_sizes,
+                                         c10::IntArrayRef out_sizes) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  auto flight = make(call, shm::Verb::AllToAll);
+  flight->set_dtype(out);
+  flight->read_split(source, source_sizes);
+  flight->write_split(out, out_sizes);
+  return launch(call, std::move(flight));
+}
+
+// Everybody gathers everybody's indices and values and adds them up. Returns once the ranks know
+// how many there are.
+ShmBackend::WorkPtr ShmBackend::all_reduce_sparse(const Call& call, const at::Tensor& tensor,
+                                                  const Reduction& reduction) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  C10D_EXT_CHECK_TYPE(tensor.layout() == c10::kSparse, call.op, place_,
+                      "tensor must be dense or sparse in COO layout, got layout ", tensor.layout());
+  C10D_EXT_CHECK_TYPE(reduction.op == ReduceOp::Sum || reduction.op == ReduceOp::Avg, call.op,
+                      place_, "sparse tensors can be reduced with sum and avg, got ",
+                      name_of(reduction.op));
+  const at::Tensor local = tensor.coalesce();
+  const at::Tensor indices = local._indices();
+  const at::Tensor values = local._values();
+
+  // A count, and what all ranks must agree on.
+  uint64_t shape = 0;
+  for (const auto size : tensor.sizes()) {
+    shape = mix(shape, static_cast<uint64_t>(size));
+  }
+  const std::vector<int64_t> facts = {values.size(0), tensor.sparse_dim(), tensor.dense_dim(),
+                                      static_cast<int64_t>(shape)};
+  const auto width = static_cast<int64_t>(facts.size());
+  const at::Tensor all_facts = at::empty({size_, width}, at::kLong);
+  {
+    auto flight = make(call, shm::Verb::AllGather);
+    flight->read(0, at::tensor(facts, at::kLong));
+    flight->write_evenly(all_facts);
+    live_->engine().submit(flight);
+    live_->wait(*flight, kNoTimeout);
+    flight->report();
+  }
+  const auto* all = all_facts.const_data_ptr<int64_t>();
+  std::vector<int> different;
+  for (int rank = 1; rank < size_; ++rank) {
+    if (!std::equal(all + 1, all + width, all + rank * width + 1)) {
+      different.push_back(rank);
+    }
+  }
+  if (!different.empty()) {
+    throw CollectiveError(
+        CollectiveError::Kind::Mismatch,
+        c10::str(call.op, ": tensor must have the same shape and sparse dimensions on all ranks, ",
+                 "got others than rank 0's on ranks ", c10::Join(", ", different), "; here ",
+                 tensor.sizes(), " with ", tensor.sparse_dim(), " sparse dimensions ",
+                 where(place_)),
+        different, std::string(call.op), live_->engine().seq(), place_.name());
+  }
+
+  const auto gather = [&](const at::Tensor& own, int64_t dim, Tensors& parts) {
+    auto flight = make(call, shm::Verb::AllGather);
+    flight->set_dtype(own);
+    flight->read(0, own);
+    for (int rank = 0; rank < size_; ++rank) {
+      auto sizes = own.sizes().vec();
+      sizes[dim] = all[rank * width];
+      parts.push_back(at::empty(sizes, own.options()));
+      flight->receive(rank, parts.back());
+    }
+    return flight;
+  };
+  Tensors all_indices;
+  Tensors all_values;
+  live_->engine().submit(gather(indices, 1, all_indices));
+  auto flight = gather(values, 0, all_values);
+  flight->add_output(tensor);
+  // The indices are there too: collectives end in the order of their submission.
+  flight->then([tensor, reduction, all_indices, all_values, ranks = size_] {
+    const auto dtype = tensor.scalar_type();
+    const bool low_precision = dtype == c10::kHalf || dtype == c10::kBFloat16;
+    const at::Tensor terms = at::cat(all_values, 0);
+    at::Tensor sum =
+        at::_sparse_coo_tensor_unsafe(at::cat(all_indices, 1),
+                                      low_precision ? terms.to(c10::kFloat) : terms, tensor.sizes())
+            .coalesce();
+    if (reduction.op == ReduceOp::Avg) {
+      sum._values().div_(ranks);
+    }
+    tensor.copy_(low_precision ? sum.to(dtype) : sum);
+  });
+  return launch(call, std::move(flight));
+}
+
+// --- What the ops call
+// ----------------------------------------------------------------------------
+
+ShmBackend::WorkPtr ShmBackend::start_all_reduce(string_view op, at::TensorList sources,
+                                                 at::TensorList outs, const Reduction& reduction) {
+  return all_reduce({op, c10d::OpType::ALLREDUCE}, sources, outs, reduction);
+}
+
+ShmBackend::WorkPtr ShmBackend::start_reduce(string_view op, const at::Tensor& source,
+                                             const at::Tensor& out, const Reduction& reduction,
+                                             int64_t root) {
+  return reduce_to({op, c10d::OpType::REDUCE}, source, out, reduction, root);
+}
+
+ShmBackend::WorkPtr ShmBackend::start_broadcast(string_view op, at::TensorList sources,
+                                                at::TensorList outs, int64_t root) {
+  return broadcast_from({op, c10d::OpType::BROADCAST}, sources, outs, root);
+}
+
+ShmBackend::WorkPtr ShmBackend::start_all_gather(string_view op, at::TensorList sources,
+                                                 at::TensorList outs) {
+  return all_gather({op, c10d::OpType::_ALLGATHER_BASE}, sources, outs);
+}
+
+ShmBackend::WorkPtr ShmBackend::start_all_gather_uneven(string_view op, const at::Tensor& source,
+                                                        const at::Tensor& out,
+                                                        c10::IntArrayRef sizes) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const Call call{op, c10d::OpType::ALLGATHER};
+  auto flight = make(call, shm::Verb::AllGather);
+  flight->set_dtype(out);
+  flight->read(0, source);
+  flight->write_split(out, sizes);
+  return launch(call, std::move(flight));
+}
+
+ShmBackend::WorkPtr ShmBackend::start_reduce_scatter(string_view op, at::TensorList sources,
+                                                     at::TensorList outs,
+                                                     const Reduction& reduction) {
+  return scatter_reduced({op, c10d::OpType::_REDUCE_SCATTER_BASE}, sources, outs, reduction);
+}
+
+ShmBackend::WorkPtr ShmBackend::start_reduce_scatter_uneven(string_view op,
+                                                            const at::Tensor& source,
+                                                            const at::Tensor& out,
+                                                            const Reduction& reduction,
+                                                            c10::IntArrayRef sizes) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const Call call{op, c10d::OpType::REDUCE_SCATTER};
+  auto flight = make(call, shm::Verb::ReduceScatter, reduction, out.scalar_type());
+  flight->read_split(source, sizes);
+  flight->write(0, out);
+  return launch(call, std::move(flight));
+}
+
+ShmBackend::WorkPtr ShmBackend::start_all_to_all(string_view op, const at::Tensor& source,
+                                                 const at::Tensor& out,
+                                                 c10::IntArrayRef source_sizes,
+                                                 c10::IntArrayRef out_sizes) {
+  return exchange({op, c10d::OpType::ALLTOALL_BASE}, source, out, source_sizes, out_sizes);
+}
+
+ShmBackend::WorkPtr ShmBackend::start_gather(string_view op, const at::Tensor& source,
+                                             const at::Tensor& out, int64_t root) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const Call call{op, c10d::OpType::GATHER};
+  auto flight = make(call, shm::Verb::Gather);
+  flight->request.root = static_cast<int>(root);
+  flight->set_dtype(source);
+  flight->read(0, source);
+  flight->add_shape(source);
+  if (rank_ == root) {
+    flight->request.targets.resize(size_);
+    flight->write_evenly(out);
+  }
+  return launch(call, std::move(flight));
+}
+
+ShmBackend::WorkPtr ShmBackend::start_scatter(string_view op, const at::Tensor& source,
+                                              const at::Tensor& out, int64_t root) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const Call call{op, c10d::OpType::SCATTER};
+  auto flight = make(call, shm::Verb::Scatter);
+  flight->request.root = static_cast<int>(root);
+  flight->set_dtype(out);
+  if (rank_ == root) {
+    flight->request.sources.resize(size_);
+    flight->read_evenly(source);
+  }
+  flight->write(0, out);
+  flight->add_shape(out);
+  return launch(call, std::move(flight));
+}
+
+// --- c10d's verbs
+// ---------------------------------------------------------------------------------
+
+ShmBackend::WorkPtr ShmBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
+  constexpr string_view op = "broadcast";
+  const at::Tensor& tensor = only(op, "tensor", tensors);
+  check_root(op, opts.rootRank);
+  if (rank_ == opts.rootRank) {
+    check_tensor(op, "tensor", tensor);
+  } else {
+    check_written(op, "tensor", tensor);
+  }
+  return broadcast_from(Call::of(op, c10d::OpType::BROADCAST, opts), tensors, tensors,
+                        opts.rootRank);
+}
+
+ShmBackend::WorkPtr ShmBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+  constexpr string_view op = "all_reduce";
+  const at::Tensor& tensor = only(op, "tensor", tensors);
+  if (C10_UNLIKELY(tensor.defined() && tensor.layout() != c10::kStrided)) {
+    return allreduce_sparse(tensors, opts);
+  }
+  check_written(op, "tensor", tensor);
+  return all_reduce(Call::of(op, c10d::OpType::ALLREDUCE, opts), tensors, tensors,
+                    reduction_of(op, opts.reduceOp, tensor.scalar_type()));
+}
+
+ShmBackend::WorkPtr ShmBackend::allreduce_sparse(Tensors& tensors,
+                                                 const c10d::AllreduceOptions& opts) {
+  constexpr string_view op = "all_reduce";
+  const at::Tensor& tensor = only(op, "tensor", tensors);
+  C10D_EXT_CHECK_VALUE(tensor.defined() && tensor.is_cpu(), op, place_,
+                       "tensor must be on the CPU, which the shm backend serves, got another");
+  return all_reduce_sparse(Call::of(op, c10d::OpType::_ALLREDUCE_SPARSE, opts), tensor,
+                           reduction_of(op, opts.reduceOp, tensor.scalar_type()));
+}
+
+ShmBackend::WorkPtr ShmBackend::allreduce_coalesced(Tensors& tensors,
+                                                    const c10d::AllreduceCoalescedOptions& opts) {
+  constexpr string_view op = "all_reduce_coalesced";
+  C10D_EXT_CHECK_VALUE(!tensors.empty(), op, place_,
+                       "tensors must hold at least one tensor, got an empty list");
+  for (const auto& tensor : tensors) {
+    check_written(op, "each tensor", tensor);
+    C10D_EXT_CHECK_TYPE(tensor.scalar_type() == tensors[0].scalar_type(), op, place_,
+                        "tensors must have one dtype, got ", tensors[0].scalar_type(), " and ",
+                        tensor.scalar_type());
+  }
+  return all_reduce(Call::of(op, c10d::OpType::ALLREDUCE_COALESCED, opts), tensors, tensors,
+                    reduction_of(op, opts.reduceOp, tensors[0].scalar_type()));
+}
+
+ShmBackend::WorkPtr ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
+  constexpr string_view op = "reduce";
+  const at::Tensor& tensor = only(op, "tensor", tensors);
+  check_root(op, opts.rootRank);
+  check_written(op, "tensor", tensor);
+  return reduce_to(Call::of(op, c10d::OpType::REDUCE, opts), tensor, tensor,
+                   reduction_of(op, opts.reduceOp, tensor.scalar_type()), opts.rootRank);
+}
+
+ShmBackend::WorkPtr ShmBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& opts) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  constexpr string_view op = "all_gather";
+  const at::Tensor& input = only(op, "input", inputs);
+  const Tensors& parts = only_list(op, "outputs", outputs);
+  check_tensor(op, "input", input);
+  check_parts(op, "outputs", parts, input, "input");
+  const auto call = Call::of(op, c10d::OpType::ALLGATHER, opts);
+  auto flight = make(call, shm::Verb::AllGather);
+  flight->set_dtype(input);
+  flight->read(0, input);
+  for (int rank = 0; rank < size_; ++rank) {
+    check_written(op, "each output", parts[rank]);
+    flight->write(rank, parts[rank]);
+    flight->add_shape(parts[rank]);
+  }
+  return launch(call, std::move(flight));
+}
+
+void ShmBackend::check_whole(string_view op, string_view name, const at::Tensor& whole,
+                             string_view part_name, const at::Tensor& part) const {
+  C10D_EXT_CHECK_TYPE(whole.scalar_type() == part.scalar_type(), op, place_, name, " must have ",
+                      part_name, "'s dtype, ", part.scalar_type(), ", got ", whole.scalar_type());
+  C10D_EXT_CHECK_VALUE(whole.numel() == part.numel() * size_, op, place_, name, " must have ",
+                       size_, " times the elements of ", part_name, ", ", part.sizes(), ", got ",
+                       whole.sizes());
+}
+
+ShmBackend::WorkPtr ShmBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                                const c10d::AllgatherOptions& opts) {
+  constexpr string_view op = "all_gather_into_tensor";
+  check_tensor(op, "input", input);
+  check_written(op, "output", output);
+  check_whole(op, "output", output, "input", input);
+  return all_gather(Call::of(op, c10d::OpType::_ALLGATHER_BASE, opts), input, output);
+}
+
+ShmBackend::WorkPtr ShmBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                                                    const c10d::AllgatherOptions& opts) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  constexpr string_view op = "all_gather_coalesced";
+  C10D_EXT_CHECK_VALUE(outputs.size() == static_cast<size_t>(size_), op, place_,
+                       "outputs must be one list for each of the ", size_, " ranks, got ",
+                       outputs.size());
+  const auto call = Call::of(op, c10d::OpType::ALLGATHER_COALESCED, opts);
+  auto flight = make(call, shm::Verb::AllGather);
+  for (const auto& input : inputs) {
+    check_tensor(op, "each input", input);
+    flight->set_dtype(input);
+    flight->read(0, input);
+  }
+  for (int rank = 0; rank < size_; ++rank) {
+    C10D_EXT_CHECK_VALUE(outputs[rank].size() == inputs.size(), op, place_,
+                         "each list of outputs must hold as many tensors as inputs, ",
+                         inputs.size(), ", got ", outputs[rank].size());
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      const at::Tensor& output = outputs[rank][i];
+      check_written(op, "each output", output);
+      C10D_EXT_CHECK_TYPE(output.scalar_type() == inputs[i].scalar_type(), op, place_,
+                          "each output must have its input's dtype, ", inputs[i].scalar_type(),
+                          ", got ", output.scalar_type());
+      flight->write(rank, output);
+      flight->add_shape(output);
+    }
+  }
+  C10D_EXT_CHECK_VALUE(
+      shm::bytes_of(flight->request.sources[0]) == shm::bytes_of(flight->request.targets[rank_]),
+      op, place_, "outputs[", rank_,
+      "], this rank's, must have as many elements as the inputs, got others");
+  return launch(call, std::move(flight));
+}
+
+ShmBackend::WorkPtr ShmBackend::allgather_into_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
+  constexpr string_view op = "all_gather_into_tensor_coalesced";
+  check_pairs(op, outputs, inputs);
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    check_whole(op, "each output", outputs[i], "its input", inputs[i]);
+  }
+  return all_gather(Call::of(op, c10d::OpType::ALLGATHER_COALESCED, opts), inputs, outputs);
+}
+
+void ShmBackend::check_pairs(string_view op, const Tensors& outputs, const Tensors& inputs) const {
+  C10D_EXT_CHECK_VALUE(!inputs.empty() && outputs.size() == inputs.size(), op, place_,
+                       "there must be an output for each input and at least one, got ",
+                       outputs.size(), " outputs and ", inputs.size(), " inputs");
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    check_tensor(op, "each input", inputs[i]);
+    check_written(op, "each output", outputs[i]);
+  }
+}
+
+ShmBackend::WorkPtr ShmBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                       const c10d::GatherOptions& opts) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  constexpr string_view op = "gather";
+  const at::Tensor& input = only(op, "input", inputs);
+  check_root(op, opts.rootRank);
+  check_tensor(op, "input", input);
+  const auto call = Call::of(op, c10d::OpType::GATHER, opts);
+  auto flight = make(call, shm::Verb::Gather);
+  flight->request.root = static_cast<int>(opts.rootRank);
+  flight->set_dtype(input);
+  flight->read(0, input);
+  if (rank_ == opts.rootRank) {
+    const Tensors& parts = only_list(op, "outputs", outputs);
+    check_parts(op, "outputs", parts, input, "input");
+    flight->request.targets.resize(size_);
+    for (int rank = 0; rank < size_; ++rank) {
+      check_written(op, "each output", parts[rank]);
+      flight->write(rank, parts[rank]);
+    }
+  } else {
+    C10D_EXT_CHECK_VALUE(outputs.empty(), op, place_,
+                         "outputs must be empty but on the root, rank ", opts.rootRank, ", got ",
+                         outputs.size(), " lists");
+  }
+  return launch(call, std::move(flight));
+}
+
+ShmBackend::WorkPtr ShmBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                        const c10d::ScatterOptions& opts) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  constexpr string_view op = "scatter";
+  const at::Tensor& output = only(op, "output", outputs);
+  check_root(op, opts.rootRank);
+  check_written(op, "output", output);
+  const auto call = Call::of(op, c10d::OpType::SCATTER, opts);
+  auto flight = make(call, shm::Verb::Scatter);
+  flight->request.root = static_cast<int>(opts.rootRank);
+  flight->set_dtype(output);
+  if (rank_ == opts.rootRank) {
+    const Tensors& parts = only_list(op, "inputs", inputs);
+    check_parts(op, "inputs", parts, output, "output");
+    flight->request.sources.resize(size_);
+    for (int rank = 0; rank < size_; ++rank) {
+      flight->read(rank, parts[rank]);
+    }
+  } else {
+    C10D_EXT_CHECK_VALUE(inputs.empty(), op, place_, "inputs must be empty but on the root, rank ",
+                         opts.rootRank, ", got ", inputs.size(), " lists");
+  }
+  flight->write(0, output);
+  return launch(call, std::move(flight));
+}
+
+ShmBackend::WorkPtr ShmBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                               const c10d::ReduceScatterOptions& opts) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  constexpr string_view op = "reduce_scatter";
+  const at::Tensor& output = only(op, "output", outputs);
+  const Tensors& parts = only_list(op, "inputs", inputs);
+  check_written(op, "output", output);
+  check_parts(op, "inputs", parts, output, "output");
+  const auto dtype = output.scalar_type();
+  const auto call = Call::of(op, c10d::OpType::REDUCE_SCATTER, opts);
+  auto flight = make(call, shm::Verb::ReduceScatter, reduction_of(op, opts.reduceOp, dtype), dtype);
+  for (int rank = 0; rank < size_; ++rank) {
+    flight->read(rank, parts[rank]);
+    flight->add_shape(parts[rank]);
+  }
+  flight->write(0, output);
+  return launch(call, std::move(flight));
+}
+
+ShmBackend::WorkPtr ShmBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                     const c10d::ReduceScatterOptions& opts) {
+  constexpr string_view op = "reduce_scatter_tensor";
+  check_tensor(op, "input", input);
+  check_written(op, "output", output);
+  check_whole(op, "input", input, "output", output);
+  return scatter_reduced(Call::of(op, c10d::OpType::_REDUCE_SCATTER_BASE, opts), input, output,
+                         reduction_of(op, opts.reduceOp, output.scalar_type()));
+}
+
+ShmBackend::WorkPtr ShmBackend::reduce_scatter_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) {
+  constexpr string_view op = "reduce_scatter_tensor_coalesced";
+  check_pairs(op, outputs, inputs);
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    check_whole(op, "each input", inputs[i], "its output", outputs[i]);
+    C10D_EXT_CHECK_TYPE(outputs[i].scalar_type() == outputs[0].scalar_type(), op, place_,
+                        "tensors must have one dtype, got ", outputs[0].scalar_type(), " and ",
+                        outputs[i].scalar_type());
+  }
+  return scatter_reduced(Call::of(op, c10d::OpType::REDUCE_SCATTER, opts), inputs, outputs,
+                         reduction_of(op, opts.reduceOp, outputs[0].scalar_type()));
+}
+
+std::vector<int64_t> ShmBackend::elements_of(string_view op, string_view name, const at::Tensor& t,
+                                             const std::vector<int64_t>& rows) const {
+  if (rows.empty()) {
+    C10D_EXT_CHECK_VALUE(t.dim() > 0 && t.size(0) % size_ == 0, op, place_, name,
+                         "'s first dimension must be a multiple of the ", size_,
+                         " ranks without split sizes, got shape ", t.sizes());
+    return std::vector<int64_t>(size_, t.numel() / size_);
+  }
+  C10D_EXT_CHECK_VALUE(
+      rows.size() == static_cast<size_t>(size_) && t.dim() > 0 &&
+          std::all_of(rows.begin(), rows.end(), [](int64_t r) { return r >= 0; }) &&
+          std::accumulate(rows.begin(), rows.end(), int64_t{0}) == t.size(0),
+      op, place_, name, "'s split sizes must be one for each of the ", size_,
+      " ranks and sum to its first dimension, got ", rows, " for shape ", t.sizes());
+  const int64_t width = t.size(0) == 0 ? 0 : t.numel() / t.size(0);
+  std::vector<int64_t> elements = rows;
+  for (auto& count : elements) {
+    count *= width;
+  }
+  return elements;
+}
+
+ShmBackend::WorkPtr ShmBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                              std::vector<int64_t>& output_splits,
+                                              std::vector<int64_t>& input_splits,
+                                              const c10d::AllToAllOptions& opts) {
+  constexpr string_view op = "all_to_all_single";
+  check_tensor(op, "input", input);
+  check_written(op, "output", output);
+  C10D_EXT_CHECK_TYPE(output.scalar_type() == input.scalar_type(), op, place_,
+                      "output must have input's dtype, ", input.scalar_type(), ", got ",
+                      output.scalar_type());
+  return exchange(Call::of(op, c10d::OpType::ALLTOALL_BASE, opts), input, output,
+                  elements_of(op, "input", input, input_splits),
+                  elements_of(op, "output", output, output_splits));
+}
+
+ShmBackend::WorkPtr ShmBackend::alltoall(Tensors& outputs, Tensors& inputs,
+                                         const c10d::AllToAllOptions& opts) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  constexpr string_view op = "all_to_all";
+  const auto ranks = static_cast<size_t>(size_);
+  C10D_EXT_CHECK_VALUE(outputs.size() == ranks && inputs.size() == ranks, op, place_,
+                       "inputs and outputs must be one tensor for each of the ", size_,
+                       " ranks, got ", inputs.size(), " inputs and ", outputs.size(), " outputs");
+  const auto call = Call::of(op, c10d::OpType::ALLTOALL, opts);
+  auto flight = make(call, shm::Verb::AllToAll);
+  for (size_t rank = 0; rank < ranks; ++rank) {
+    check_tensor(op, "each input", inputs[rank]);
+    check_written(op, "each output", outputs[rank]);
+    flight->set_dtype(inputs[rank]);
+    flight->read(rank, inputs[rank]);
+    flight->write(rank, outputs[rank]);
+  }
+  C10D_EXT_CHECK_VALUE(inputs[rank_].nbytes() == outputs[rank_].nbytes(), op, place_, "outputs[",
+                       rank_, "], which inputs[", rank_, "] goes to, must have its size, ",
+                       inputs[rank_].sizes(), ", got ", outputs[rank_].sizes());
+  return launch(call, std::move(flight));
+}
+
+ShmBackend::WorkPtr ShmBackend::send(Tensors& tensors, int dst, int tag) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  constexpr string_view op = "send";
+  const at::Tensor& tensor = only(op, "tensor", tensors);
+  check_tensor(op, "tensor", tensor);
+  C10D_EXT_CHECK_VALUE(dst >= 0 && dst < size_ && dst != rank_, op, place_,
+                       "the destination must be another rank of the group, 0 to ", size_ - 1,
+                       ", got ", dst);
+  const Call call{op, c10d::OpType::SEND, Call::Delivery::Async};
+  auto flight = make(call, shm::Verb::Send);
+  flight->request.peer = dst;
+  flight->request.tag = tag;
+  flight->set_dtype(tensor);
+  flight->read(0, tensor);
+  return launch(call, std::move(flight));
+}
+
+ShmBackend::WorkPtr ShmBackend::receive(string_view op, c10d::OpType type, Tensors& tensors,
+                                        int src, int tag) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const at::Tensor& tensor = only(op, "tensor", tensors);
+  check_written(op, "tensor", tensor);
+  const Call call{op, type, Call::Delivery::Async};
+  auto flight = make(call, shm::Verb::Recv);
+  flight->request.peer = src;
+  flight->request.tag = tag;
+  flight->set_dtype(tensor);
+  flight->write(0, tensor);
+  return launch(call, std::move(flight));
+}
+
+ShmBackend::WorkPtr ShmBackend::recv(Tensors& tensors, int src, int tag) {
+  constexpr string_view op = "recv";
+  C10D_EXT_CHECK_VALUE(src >= 0 && src < size_ && src != rank_, op, place_,
+                       "the source must be another rank of the group, 0 to ", size_ - 1, ", got ",
+                       src);
+  return receive(op, c10d::OpType::RECV, tensors, src, tag);
+}
+
+ShmBackend::WorkPtr ShmBackend::recvAnysource(Tensors& tensors, int tag) {
+  return receive("recv", c10d::OpType::RECVANYSOURCE, tensors, -1, tag);
+}
+
+ShmBackend::WorkPtr ShmBackend::barrier(const c10d::BarrierOptions& opts) {
+  const auto call = Call::of("barrier", c10d::OpType::BARRIER, opts);
+  return launch(call, make(call, shm::Verb::Barrier));
+}
+
+// The failure of a barrier names all the ranks that are missing, whether asked for all or one.
+void ShmBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool /*wait_all_ranks*/) {
+  const Call call{"monitored_barrier", c10d::OpType::BARRIER, Call::Delivery::Sync, opts.timeout};
+  launch(call, make(call, shm::Verb::Barrier));
+}
+
+// --- Coalescing
+// -----------------------------------------------------------------------------------
+
+void ShmBackend::startCoalescing() {
+  std::lock_guard lock(batch_mutex_);
+  C10D_EXT_CHECK_VALUE(!batching_, "start_coalescing", place_,
+                       "coalescing blocks must not be nested, got a second one");
+  batching_ = true;
+}
+
+ShmBackend::WorkPtr ShmBackend::endCoalescing() {
+  std::vector<FlightPtr> calls;
+  {
+    std::lock_guard lock(batch_mutex_);
+    C10D_EXT_CHECK_VALUE(batching_, "end_coalescing", place_,
+                         "a coalescing block must be open, got none");
+    batching_ = false;
+    calls.swap(batch_);
+  }
+  if (calls.empty()) {
+    return {};
+  }
+  // Neighbours of one kind travel as one operation, alike on all ranks. Sends and receives run
+  // beside collectives, so they do not part neighbours.
+  std::vector<FlightPtr> operations;
+  FlightPtr last;
+  std::vector<WorkPtr> works;
+  for (const auto& call : calls) {
+    const auto verb = call->request.verb;
+    const bool collective = verb != shm::Verb::Send && verb != shm::Verb::Recv;
+    if (collective && last && last->can_carry(*call)) {
+      last->carry(call);
+      call->release(last);
+    } else {
+      call->release(nullptr);
+      operations.push_back(call);
+      if (collective) {
+        last = call;
+      }
+    }
+    works.push_back(c10::make_intrusive<ShmWork>(live_, call, rank_, c10d::OpType::COALESCED));
+  }
+  for (const auto& operation : operations) {
+    live_->engine().submit(operation);
+  }
+  return c10::make_intrusive<CoalescedWork>(std::move(works), rank_);
+}
+
+// --- Groups
+// ---------------------------------------------------------------------------------------
+
+ShmBackend::ShmBackend(int rank, int size, const Options& options, const Settings& settings,
+                       c10::intrusive_ptr<c10d::Store> store, std::shared_ptr<Live> live)
+    : c10d::Backend(rank, size),
+      options_(options),
+      settings_(settings),
+      store_(std::move(store)),
+      live_(std::move(live)),
+      place_(live_->place()),
+      timeout_(options.timeout) {
+  init();
+}
+
+ShmBackend::~ShmBackend() {
+  live_->close(Milliseconds(0));
+}
+
+ShmBackend::Connected ShmBackend::connect(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                          int size, const Options& options,
+                                          const Settings& settings) {
+  if (size > shm::Layout::kMaxSize) {
+    return {{}, c10::str("a group has at most ", shm::Layout::kMaxSize, " ranks, got ", size)};
+  }
+  const auto keys = c10::make_intrusive<c10d::PrefixStore>("shm", store);
+  shm::KeyValueStore values;
+  values.set = [keys](const std::string& key, const std::string& value) {
+    static_cast<c10d::Store&>(*keys).set(key, value);
+  };
+  values.get = [keys](const std::string& key, Milliseconds timeout) {
+    keys->wait({key}, timeout);
+    return keys->get_to_str(key);
+  };
+  values.has = [keys](const std::string& key) { return keys->check({key}); };
+  values.interrupt = check_signals;
+  auto joined = shm::join(values, rank, size, shm::Engine::mapping_bytes(size, settings.arena),
+                          options.timeout);
+  if (!joined.membership) {
+    return {{}, joined.why_not};
+  }
+  const Group place({}, options.group_name, rank, size);
+  auto live = Live::start(std::move(joined.membership), settings, place);
+  return {c10::make_intrusive<ShmBackend>(rank, size, options, settings, store, std::move(live)),
+          {}};
+}
+
+void ShmBackend::when_settled(c10d::Work& work, std::function<void(std::exception_ptr)> over) {
+  static_cast<ShmWork&>(work).flight().when_settled(std::move(over));
+}
+
+void ShmBackend::close_all(Milliseconds grace) {
+  Live::close_all(grace);
+}
+
+c10::intrusive_ptr<ShmBackend::Options> ShmBackend::getBackendOptions() {
+  // A copy: who splits a group writes the new group's name into it.
+  auto options = c10::make_intrusive<Options>(options_);
+  options->timeout = timeout_;
+  return options;
+}
+
+c10::intrusive_ptr<c10d::Backend> ShmBackend::connect_part(
+    const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+    const std::string& name, Milliseconds timeout) const {
+  const auto self = std::find(ranks.begin(), ranks.end(), rank_);
+  if (self == ranks.end()) {
+    return {};
+  }
+  Options options("shm", timeout);
+  options.group_name = name;
+  if (!options_.global_ranks_in_group.empty()) {
+    for (const int rank : ranks) {
+      options.global_ranks_in_group.push_back(options_.global_ranks_in_group.at(rank));
+    }
+  }
+  auto connected = connect(store, static_cast<int>(self - ranks.begin()),
+                           static_cast<int>(ranks.size()), options, settings_);
+  C10D_EXT_CHECK_VALUE(
+      connected.backend, "split", place_,
+      "ranks that share memory must be able to share some more, got: ", connected.why_not);
+  return connected.backend;
+}
+
+c10::intrusive_ptr<c10d::Backend> ShmBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
+                                                    const std::vector<int>& ranks,
+                                                    const c10::intrusive_ptr<Options>& opts) {
+  return connect_part(store, ranks, opts->group_name, opts->timeout);
+}
+
+c10::intrusive_ptr<c10d::Backend> ShmBackend::merge(const c10::intrusive_ptr<c10d::Store>& store,
+                                                    const c10::intrusive_ptr<Options>& opts,
+                                                    const int& rank, const int& size) {
+  Options options("shm", opts->timeout);
+  options.group_name = opts->group_name;
+  auto connected =
+      connect(c10::make_intrusive<c10d::PrefixStore>("shm", store), rank, size, options, settings_);
+  C10D_EXT_CHECK_VALUE(connected.backend, "merge", place_,
+                       "the ranks must be able to share memory, got: ", connected.why_not);
+  return connected.backend;
+}
+
+c10::intrusive_ptr<c10d::Backend> ShmBackend::shrink(const std::vector<int64_t>& ranks_to_exclude,
+                                                     int flags,
+                                                     const c10::intrusive_ptr<Options>& opts) {
+  const std::set<int64_t> excluded(ranks_to_exclude.begin(), ranks_to_exclude.end());
+  std::vector<int> ranks;
+  for (int rank = 0; rank < size_; ++rank) {
+    if (excluded.count(rank) == 0) {
+      ranks.push_back(rank);
+    }
+  }
+  C10D_EXT_CHECK_VALUE(excluded.count(rank_) == 0, "shrink", place_,
+                       "the ranks that remain must call it, got a call of excluded rank ", rank_);
+  if (flags == kShrinkAbort) {
+    abort();
+  }
+  // The ranks that remain have shrunk the group equally often.
+  const std::string name = c10::str("shrink:", c10::Join(",", ranks), ":", shrink_count_++);
+  return connect_part(
+      c10::make_intrusive<c10d::PrefixStore>(name, store_), ranks,
+      opts && !opts->group_name.empty() ? opts->group_name : place_.name() + ":" + name,
+      opts ? opts->timeout : timeout_.load());
+}
+
+uint64_t ShmBackend::getSequenceNumberForGroup() {
+  return live_->engine().seq();
+}
+
+c10d::ErrorType ShmBackend::getError() {
+  const auto failure = live_->engine().broken();
+  if (!failure) {
+    return c10d::ErrorType::SUCCESS;
+  }
+  switch (failure->kind) {
+    case shm::Failure::Kind::Timeout:
+      return c10d::ErrorType::TIMEOUT;
+    case shm::Failure::Kind::RankLost:
+      return c10d::ErrorType::REMOTE_ERROR;
+    default:
+      return c10d::ErrorType::COMM_ERROR;
+  }
+}
+
+void ShmBackend::abort() {
+  live_->engine().abort("abort: the group must be alive, got an abort of it");
+  live_->close(Milliseconds(0));
+}
+
+void ShmBackend::shutdown() {
+  live_->close(kGrace);
+}
+
+// --- Python
+// ---------------------------------------------------------------------------------------
+
+void bind_shm(pybind11::module_& m) {
+  namespace py = pybind11;
+  m.def(
+      "connect_shm",
+      [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Milliseconds timeout,
+         const std::string& group_name, std::vector<uint64_t> global_ranks, size_t arena,
+         std::chrono::microseconds spin_time, std::chrono::microseconds inline_time,
+         bool progress_thread,
+         bool strict) -> std::pair<c10::intrusive_ptr<c10d::Backend>, std::string> {
+        c10d::Backend::Options options("shm", timeout);
+        options.group_name = group_name;
+        options.global_ranks_in_group = std::move(global_ranks);
+        ShmBackend::Settings settings;
+        settings.arena = arena;
+        settings.engine.spin_time = spin_time;
+        settings.engine.inline_time = inline_time;
+        settings.engine.progress_thread = progress_thread;
+        settings.engine.strict = strict;
+        auto connected = ShmBackend::connect(store, rank, size, options, settings);
+        return {connected.backend, connected.why_not};
+      },
+      py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("group_name"),
+      py::arg("global_ranks"), py::kw_only(), py::arg("arena"), py::arg("spin_time"),
+      py::arg("inline_time"), py::arg("progress_thread"), py::arg("strict"),
+      py::call_guard<py::gil_scoped_release>());
+  m.def("close_shm_groups", &ShmBackend::close_all, py::arg("grace"),
+        py::call_guard<py::gil_scoped_release>());
+  // What torch's cast does to values too large for float8_e4m3fn differs between its versions.
+  shm::set_float8_e4m3fn_saturates(static_cast<float>(c10::Float8_e4m3fn(1e6f)) == 448);
+  m.def("shm_mapping_bytes", &shm::Engine::mapping_bytes, py::arg("size"), py::arg("arena"));
+  m.attr("SHM_MIN_ARENA") = shm::Layout::kMinArena;
+}
+
+}  // namespace c10d_ext

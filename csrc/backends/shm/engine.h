@@ -1,0 +1,205 @@
+#pragma once
+
+// Runs the collectives of one rank of one group over a shared mapping. No torch in here.
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "backends/shm/bootstrap.h"
+#include "backends/shm/kernels.h"
+
+namespace c10d_ext::shm {
+
+enum class Verb : uint8_t {
+  Barrier,
+  AllReduce,
+  Reduce,
+  Broadcast,
+  AllGather,
+  ReduceScatter,
+  AllToAll,
+  Gather,
+  Scatter,
+  Send,
+  Recv,
+};
+
+std::string_view name_of(Verb verb);
+
+struct Piece {
+  std::byte* data;
+  size_t bytes;
+};
+// One part of a collective: its bytes are the pieces' bytes one after the other. Each piece holds
+// whole elements.
+using Buffer = std::vector<Piece>;
+
+size_t bytes_of(const Buffer& buffer);
+
+// What a rank asks for. Sources are read and targets written until the operation is done; a target
+// may be the very same memory as this rank's own source, apart from that nothing overlaps.
+//
+//   verb           sources                        targets
+//   Barrier        -                              -
+//   AllReduce      1                              1, same sizes
+//   Reduce         1                              1 on root, else 0
+//   Broadcast      1 on root, else 0              1 (on root: none, or a copy)
+//   AllGather      1                              N: what rank p sent
+//   ReduceScatter  N: what goes to rank p         1
+//   AllToAll       N: what goes to rank p         N: what rank p sent
+//   Gather         1                              N on root, else 0
+//   Scatter        N on root, else 0              1
+//   Send           1, to `peer`                   -
+//   Recv           -                              1, from `peer`, -1 for any
+//
+// AllGather, ReduceScatter, AllToAll, Gather and Scatter take parts of different sizes.
+struct Request {
+  Verb verb = Verb::Barrier;
+  // The elements; sizes are in bytes everywhere.
+  DType dtype = DType::Bytes;
+  ReduceOp reduce_op = ReduceOp::None;
+  Factor factor;
+  int root = -1;
+  int peer = -1;
+  int64_t tag = 0;
+  std::vector<Buffer> sources;
+  std::vector<Buffer> targets;
+  // Compared across ranks under Settings::strict: a hash of the shapes.
+  uint64_t shape_hash = 0;
+  // Whether the caller may go on to something else. If not, the thread that waits does the work and
+  // the progress thread is left asleep.
+  bool async = true;
+};
+
+struct Failure {
+  enum class Kind : uint8_t { RankLost, Timeout, Mismatch, Closed };
+  Kind kind;
+  // The whole text, "(rank 1/4, group 'tp')" included.
+  std::string text;
+  // The ranks at fault: lost, missing, or those that disagree with rank 0.
+  std::vector<int> ranks;
+  std::string op;
+  uint64_t seq = 0;
+};
+
+class Engine;
+
+class Operation {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  explicit Operation(Request r, std::chrono::milliseconds t) : request(std::move(r)), timeout(t) {}
+  virtual ~Operation() = default;
+
+  // Both are called once, by the thread that drives the engine, and may not throw.
+  // When the work begins. Under the engine's lock: must not take the GIL nor use the engine.
+  virtual void on_begin() {}
+  // Before the operation counts as done, without locks. `failure` is null on success.
+  virtual void on_done(const Failure* failure) {
+    (void)failure;
+  }
+
+  bool done() const {
+    return done_.load(std::memory_order_acquire);
+  }
+  // Only once it is done.
+  const Failure* failure() const {
+    return failure_ ? &*failure_ : nullptr;
+  }
+  uint64_t seq() const {
+    return seq_;
+  }
+  // Of a Recv that is done.
+  int source_rank() const {
+    return source_rank_;
+  }
+  Clock::duration duration() const {
+    return ended_ - begun_;
+  }
+  // As good as new, for a caller who alone still has it.
+  void renew() {
+    done_.store(false, std::memory_order_relaxed);
+    failure_.reset();
+    seq_ = 0;
+    source_rank_ = -1;
+    submitted_ = begun_ = ended_ = {};
+  }
+
+  Request request;
+  std::chrono::milliseconds timeout;
+
+ private:
+  friend class Engine;
+  std::atomic<bool> done_{false};
+  std::optional<Failure> failure_;
+  uint64_t seq_ = 0;
+  int source_rank_ = -1;
+  Clock::time_point submitted_, begun_, ended_;
+};
+
+struct Settings {
+  std::string group = "default";              // for texts
+  std::chrono::microseconds inline_time{20};  // how long submit() itself works at an operation
+  std::chrono::microseconds spin_time{100};   // busy waiting before sleeping
+  bool progress_thread = true;
+  bool strict = false;  // compare shapes too, not only element counts
+  // When set: whether a rank's process has begun to end, for who waits for it (peer_lost() may come
+  // much later). Called about every 5 ms of a wait; must be quick.
+  std::function<bool(int rank)> died;
+};
+
+// Thread safe. Collectives run in the order of submission; sends and receives beside them.
+class Engine {
+ public:
+  // The size of the mapping for a group; `arena` bytes per rank carry the data.
+  static size_t mapping_bytes(int size, size_t arena);
+
+  // `arena` as given to mapping_bytes().
+  Engine(std::shared_ptr<Mapping> mapping, size_t arena, int rank, int size,
+         std::vector<Peer> peers, Settings settings);
+  // close()s.
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // Starts an operation and works at it for a short bounded time. Never throws: whatever goes wrong
+  // ends the operation with a failure.
+  void submit(const std::shared_ptr<Operation>& operation);
+
+  // Blocks until the operation is done, working at it. False: not done within `timeout` (none: the
+  // operation's own timeout ends it). `interrupt` is called about every 50 ms and may throw; the
+  // operation goes on in the background then.
+  bool wait(Operation& operation, std::optional<std::chrono::milliseconds> timeout,
+            const std::function<void()>& interrupt);
+
+  // Said by the watcher. Operations that need the rank fail, now and later.
+  void peer_lost(int rank);
+
+  // Fails everything that is pending, here and on all other ranks, now and later.
+  void abort(const std::string& why);
+
+  // Ends what is pending, for at most `grace`, then leaves: the threads are gone when it returns.
+  // Idempotent.
+  void close(std::chrono::milliseconds grace = std::chrono::milliseconds(0));
+
+  // Collectives submitted so far.
+  uint64_t seq() const;
+  // Why nothing can run here any more (a lost rank, a timeout, an abort), or null.
+  std::shared_ptr<const Failure> broken() const;
+  int rank() const;
+  int size() const;
+
+ private:
+  class Impl;
+  // Shared with the progress thread.
+  std::shared_ptr<Impl> impl_;
+};
+
+}  // namespace c10d_ext::shm

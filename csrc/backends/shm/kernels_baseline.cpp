@@ -1,0 +1,13 @@
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#include <type_traits>
+
+#include "backends/shm/kernels_isa.h"
+
+#define C10D_EXT_ISA baseline
+#define C10D_EXT_VECTOR_BYTES 16
+#include "backends/shm/kernels_impl.h"

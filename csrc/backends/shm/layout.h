@@ -1,0 +1,174 @@
+#pragma once
+
+// Where everything lies in the memory that the ranks of a group share, and who writes it.
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+namespace c10d_ext::shm {
+
+// Two cache lines: x86 fetches them in pairs.
+constexpr size_t kApart = 128;
+constexpr size_t kPage = 4096;
+
+constexpr size_t round_up(size_t value, size_t unit) {
+  return (value + unit - 1) / unit * unit;
+}
+
+static_assert(std::atomic<uint64_t>::is_always_lock_free &&
+              std::atomic<uint32_t>::is_always_lock_free);
+
+// What a rank says about the collective it has entered. Peers copy it and compare the copy with
+// their own before they touch data; nothing in it is ever used as a bound or an index.
+struct Descriptor {
+  uint64_t seq;
+  uint8_t verb;
+  uint8_t dtype;
+  uint8_t reduce_op;
+  // The parts all have `bytes` bytes, as far as this rank knows; otherwise the tables tell.
+  uint8_t even;
+  int32_t root;
+  uint64_t bytes;
+  uint64_t shape_hash;
+  double factor_real;
+  double factor_imaginary;
+  uint64_t reserved[2];
+};
+static_assert(sizeof(Descriptor) == 64);
+
+// The words of one rank that others wait for or ring.
+struct Control {
+  // How far the rank has come: (collective << kStepBits) | step. Only ever grows. Written by the
+  // rank, polled by the others.
+  alignas(kApart) std::atomic<uint64_t> stage;
+  // Rung by anyone (add one, then futex wake) when `sleepers` is not 0. Threads of the rank sleep
+  // on it.
+  alignas(kApart) std::atomic<uint32_t> bell;
+  std::atomic<uint32_t> sleepers;
+  // Set when the rank left in good order, for texts.
+  alignas(kApart) std::atomic<uint32_t> left;
+};
+
+// The first failure that one rank makes everybody's: an abort or a collective that timed out.
+struct Poison {
+  // 0: none, 1: being written, 2: valid.
+  std::atomic<uint32_t> state;
+  uint32_t kind;
+  int32_t rank;
+  uint32_t verb;
+  uint64_t seq;
+  // Up to 256 ranks at fault.
+  uint64_t ranks[4];
+};
+
+struct Header {
+  alignas(kApart) Poison poison;
+};
+
+// A message announced by a sender.
+struct Envelope {
+  uint64_t bytes;
+  int64_t tag;
+  uint8_t dtype;
+  uint8_t reserved[47];
+};
+static_assert(sizeof(Envelope) == 64);
+
+// One direction of one pair of ranks. The sender announces, the receiver chooses among what is
+// announced and grants, then the data flows through the two halves of the mailbox' buffer. Each
+// counter has one writer.
+struct Mailbox {
+  static constexpr size_t kEnvelopes = 16;
+  static constexpr size_t kHalves = 2;
+
+  // Written by the sender.
+  alignas(kApart) std::atomic<uint64_t> announced;
+  std::atomic<uint64_t> produced;
+  // The last `granted` that the sender has seen. The receiver grants no more before that.
+  std::atomic<uint64_t> noticed;
+  // Written by the receiver.
+  alignas(kApart) std::atomic<uint64_t> accepted;
+  std::atomic<uint64_t> consumed;
+  // 2 * (number of the message + 1), plus 1 when it was refused for its size or dtype.
+  std::atomic<uint64_t> granted;
+  uint64_t wanted_bytes;
+  uint64_t wanted_dtype;
+  alignas(kApart) Envelope envelopes[kEnvelopes];
+};
+
+constexpr int kStepBits = 24;
+// Steps of every collective: entered it, and nothing left to do for others.
+constexpr uint64_t kArrived = 1;
+constexpr uint64_t kDone = (uint64_t{1} << kStepBits) - 1;
+
+constexpr uint64_t stage_of(uint64_t seq, uint64_t step) {
+  return seq << kStepBits | step;
+}
+
+// Offsets, the same on every rank: all follow from the size of the group and of the arena.
+class Layout {
+ public:
+  static constexpr int kMaxSize = 256;
+  static constexpr size_t kMinArena = size_t{256} << 10;
+
+  Layout(int size, size_t arena) : size_(static_cast<size_t>(size)), arena_(arena) {
+    tables_ = round_up(sizeof(Control), kApart);
+    eager_ = round_up(tables_ + 2 * 2 * size_ * sizeof(uint64_t), kApart);
+    eager_bytes_ = arena / 32 < (size_t{32} << 10) ? arena / 32 : size_t{32} << 10;
+    eager_bytes_ = round_up(eager_bytes_, kApart);
+    eager_stride_ = round_up(sizeof(Descriptor) + eager_bytes_, kPage) + kApart;
+    mail_ = round_up(eager_ + 2 * eager_stride_, kPage);
+    half_bytes_ = arena / 8 / size_ / Mailbox::kHalves / kApart * kApart;
+    half_bytes_ = half_bytes_ < kMinHalf   ? kMinHalf
+                  : half_bytes_ > kMaxHalf ? kMaxHalf
+                                           : half_bytes_;
+    mail_stride_ = sizeof(Mailbox) + Mailbox::kHalves * half_bytes_;
+    bulk_ = round_up(mail_ + size_ * mail_stride_, kPage);
+    bulk_bytes_ = arena > bulk_ + kMinBulk ? (arena - bulk_) / kPage * kPage : kMinBulk;
+    rank_stride_ = bulk_ + bulk_bytes_;
+  }
+
+  size_t total() const {
+    return round_up(sizeof(Header), kPage) + size_ * rank_stride_;
+  }
+  size_t control(int rank) const {
+    return round_up(sizeof(Header), kPage) + static_cast<size_t>(rank) * rank_stride_;
+  }
+  // Sizes of the parts this rank sends to (direction 0) or expects from (1) each rank.
+  size_t table(int rank, uint64_t seq, int direction) const {
+    return control(rank) + tables_ +
+           ((seq & 1) * 2 + static_cast<size_t>(direction)) * size_ * sizeof(uint64_t);
+  }
+  // The descriptor of a collective, followed at once by room for eager_bytes() of data. One for
+  // even and one for odd collectives: see Team::announce.
+  size_t descriptor(int rank, uint64_t seq) const {
+    return control(rank) + eager_ + (seq & 1) * eager_stride_;
+  }
+  size_t eager_bytes() const {
+    return eager_bytes_;
+  }
+  size_t mailbox(int from, int to) const {
+    return control(from) + mail_ + static_cast<size_t>(to) * mail_stride_;
+  }
+  size_t half_bytes() const {
+    return half_bytes_;
+  }
+  size_t bulk(int rank) const {
+    return control(rank) + bulk_;
+  }
+  size_t bulk_bytes() const {
+    return bulk_bytes_;
+  }
+
+ private:
+  static constexpr size_t kMinHalf = 1024;
+  static constexpr size_t kMaxHalf = size_t{64} << 10;
+  static constexpr size_t kMinBulk = size_t{64} << 10;
+
+  size_t size_, arena_;
+  size_t tables_, eager_, eager_bytes_, eager_stride_, mail_, half_bytes_, mail_stride_, bulk_,
+      bulk_bytes_, rank_stride_;
+};
+
+}  // namespace c10d_ext::shm

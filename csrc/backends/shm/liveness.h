@@ -1,0 +1,76 @@
+#pragma once
+
+// What bootstrap.cpp needs of liveness.cpp: descriptors that do not outlive a fork, and memberships
+// made of them.
+//
+// Each rank holds the only write end of a pipe, and every peer a read end of it. When the rank's
+// process ends, however it ends, the kernel closes the write end, and the peers' polls say so.
+//
+// The kernel does so last, after it has freed the process' memory. Before that it goes through the
+// locks that each thread has left on record as being its own (set_robust_list(2)) and marks them:
+// each rank's watcher holds such a lock, a Pulse in the shared memory, which nobody ever waits for.
+
+#include <atomic>
+#include <mutex>
+#include <vector>
+
+#include "backends/shm/bootstrap.h"
+
+namespace c10d_ext::shm {
+
+// While one exists no thread of this process can fork. Keep it for as long as it takes to open a
+// descriptor and to own it, never across a wait.
+class ForkGuard {
+ public:
+  ForkGuard();
+
+ private:
+  std::lock_guard<std::mutex> lock_;
+};
+
+// Owns a descriptor that is closed at once in forked children.
+class Descriptor {
+ public:
+  Descriptor() = default;
+  // Owns `fd` (-1: nothing), opened under `guard`.
+  Descriptor(int fd, const ForkGuard& guard);
+  ~Descriptor();
+  Descriptor(Descriptor&& other) noexcept;
+  Descriptor& operator=(Descriptor&& other) noexcept;
+
+  int get() const {
+    return fd_;
+  }
+  explicit operator bool() const {
+    return fd_ >= 0;
+  }
+
+ private:
+  int fd_ = -1;
+  uint64_t generation_ = 0;
+};
+
+struct Pipe {
+  Descriptor read_end, write_end;
+  static Pipe open();
+};
+
+// This process, as a peer sees it.
+Peer this_process();
+
+struct alignas(64) Pulse {
+  void* next = nullptr;  // the kernel's list of the owner's locks
+  // 0: nobody's yet, or no more; otherwise the thread that owns it, marked once that is dead.
+  std::atomic<uint32_t> owner{0};
+};
+
+// The memory of a group that uses `bytes` of it, with a Pulse per rank at the end.
+size_t with_pulses(size_t bytes, int size);
+
+// `mapping` is of that size. `own` is the write end of this rank's pipe, `ends[p]` the read end of
+// rank p's (this rank's is not used).
+std::unique_ptr<Membership> make_membership(std::shared_ptr<Mapping> mapping, int rank,
+                                            std::vector<Peer> peers, Descriptor own,
+                                            std::vector<Descriptor> ends);
+
+}  // namespace c10d_ext::shm

@@ -1,0 +1,115 @@
+#pragma once
+
+#include <Python.h>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/Scalar.h>
+#include <c10/core/SymInt.h>
+#include <c10/util/FunctionRef.h>
+
+#include <array>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+// A shorter way into the ops from eager Python than torch.ops: same arguments, same dispatcher
+// call, so that modes, autograd and transforms see it. torch.ops looks up overloads, asks for
+// __torch_function__ and boxes every argument, which takes longer than the rest of a call.
+//
+// It reads plain arguments alone: tensors, not subclasses, and numbers, not symbolic ones. A call
+// with any other, and one under a torch function mode or torch.jit.trace, goes on to torch.ops.
+namespace c10d_ext::entry {
+
+// False where `object` is not plain. Null is an argument left out.
+bool read(PyObject* object, at::Tensor& value);
+bool read(PyObject* object, std::vector<at::Tensor>& value);
+bool read(PyObject* object, std::string_view& value);
+bool read(PyObject* object, int64_t& value);
+bool read(PyObject* object, c10::SymInt& value);
+bool read(PyObject* object, std::vector<int64_t>& value);
+bool read(PyObject* object, std::vector<c10::SymInt>& value);
+bool read(PyObject* object, std::optional<c10::SymInt>& value);
+bool read(PyObject* object, std::optional<c10::Scalar>& value);
+
+PyObject* wrap(const at::Tensor& value);
+PyObject* wrap(const std::vector<at::Tensor>& value);
+
+// What a parameter's argument is kept in during the call.
+template <class Parameter>
+struct Kept {
+  using type = std::decay_t<Parameter>;
+};
+template <class Element>
+struct Kept<c10::ArrayRef<Element>> {
+  using type = std::vector<Element>;
+};
+
+// One call, its arguments as CPython's vectorcall hands them over.
+struct Call {
+  PyObject* const* arguments;
+  Py_ssize_t positional;
+  PyObject* keywords;
+};
+
+class Entry {
+ public:
+  explicit Entry(const c10::OperatorHandle& op);
+
+  // The arguments by their place in the schema, null where left out; false where they do not fit.
+  bool bind(const Call& call, PyObject** places) const;
+
+  // The same call of torch.ops.
+  PyObject* call_torch_ops(const Call& call);
+
+ private:
+  std::string name_;
+  std::vector<PyObject*> parameters_;  // interned names
+  size_t positional_ = 0;
+  PyObject* overload_ = nullptr;
+};
+
+// Whether anything wants to see calls of torch.ops as such.
+bool is_watched();
+
+// Runs `body` without the GIL; false, with the Python error set, where it throws.
+bool run(c10::function_ref<void()> body);
+
+template <class Return, class... Parameters, size_t... I>
+PyObject* enter(const c10::TypedOperatorHandle<Return(Parameters...)>& handle, Entry& entry,
+                const Call& call, std::index_sequence<I...>) {
+  std::array<PyObject*, sizeof...(Parameters)> places{};
+  std::tuple<typename Kept<Parameters>::type...> kept;
+  if (is_watched() || !entry.bind(call, places.data()) ||
+      !(read(places[I], std::get<I>(kept)) && ...)) {
+    return entry.call_torch_ops(call);
+  }
+  std::optional<std::decay_t<Return>> result;
+  return run([&] { result = handle.call(std::get<I>(kept)...); }) ? wrap(*result) : nullptr;
+}
+
+template <class Return, class... Parameters>
+PyObject* enter(const c10::TypedOperatorHandle<Return(Parameters...)>& handle, Entry& entry,
+                const Call& call) {
+  return enter(handle, entry, call, std::index_sequence_for<Parameters...>());
+}
+
+// The Python function of the op that `handle()` returns.
+template <const auto& (*handle)()>
+PyObject* method(PyObject*, PyObject* const* arguments, Py_ssize_t positional, PyObject* keywords) {
+  static auto* entry = new Entry(handle());
+  return enter(handle(), *entry, {arguments, positional, keywords});
+}
+
+using Function = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t, PyObject*);
+
+// Lists `function` under the op's name; returns true for the sake of static initialization.
+bool add(const char* name, Function function);
+
+// Everything listed: name -> Python function. A new reference.
+PyObject* all();
+
+}  // namespace c10d_ext::entry

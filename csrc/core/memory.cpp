@@ -1,0 +1,58 @@
+#include "core/memory.h"
+
+#include <sys/mman.h>
+
+#include <cstdint>
+
+namespace c10d_ext {
+
+namespace {
+
+constexpr size_t kHugePage = size_t{2} << 20;
+constexpr size_t kWorthwhile = 2 * kHugePage;
+
+}  // namespace
+
+void prefer_huge_pages(const at::Tensor& fresh) {
+  if (!fresh.is_cpu() || !fresh.has_storage() ||
+      fresh.key_set().has_any(c10::python_ks | c10::functorch_transforms_ks)) {
+    return;
+  }
+  const size_t bytes = fresh.storage().nbytes();
+  if (bytes < kWorthwhile) {
+    return;
+  }
+  const auto begin = reinterpret_cast<uintptr_t>(fresh.storage().data());
+  if (begin == 0) {
+    return;
+  }
+  const uintptr_t first = (begin + kHugePage - 1) / kHugePage * kHugePage;
+  const uintptr_t last = (begin + bytes) / kHugePage * kHugePage;
+  if (first < last) {
+    // Fails where huge pages are switched off: nothing is lost.
+    static_cast<void>(madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE));
+  }
+}
+
+at::Tensor alias_of(const at::Tensor& t) {
+  if (!t.defined() || !t.has_storage()) {
+    return t;
+  }
+  at::Tensor alias = at::detail::make_tensor<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(t.storage()), t.key_set(), t.dtype());
+  auto* impl = alias.unsafeGetTensorImpl();
+  impl->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
+  impl->set_version_counter(t.unsafeGetTensorImpl()->version_counter());
+  return alias;
+}
+
+std::vector<at::Tensor> aliases_of(at::TensorList tensors) {
+  std::vector<at::Tensor> aliases;
+  aliases.reserve(tensors.size());
+  for (const auto& t : tensors) {
+    aliases.push_back(alias_of(t));
+  }
+  return aliases;
+}
+
+}  // namespace c10d_ext

@@ -1,0 +1,20 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+namespace c10d_ext {
+
+// Asks for huge pages under a large fresh CPU tensor: the first touch of 64 MiB costs 16384 page
+// faults otherwise, more time than the collective that fills it. A hint, without effect where the
+// kernel has none to give; anything but a large plain CPU tensor is left alone.
+void prefer_huge_pages(const at::Tensor& fresh);
+
+// The same values in the same memory, as a tensor that Python never sees. What a collective in
+// flight holds is this: a backend's thread lets go of it whenever it likes, and to let go of a
+// tensor that Python has seen takes the GIL, which is gone for good when the process ends.
+at::Tensor alias_of(const at::Tensor& t);
+std::vector<at::Tensor> aliases_of(at::TensorList tensors);
+
+}  // namespace c10d_ext

@@ -1,0 +1,14 @@
+"""The shared-memory engine with threads for ranks: a program in C++.
+
+`make sanitize` runs it under the sanitizers.
+"""
+
+from __future__ import annotations
+
+from tests.native import build
+
+SOURCES = sorted(path.stem for path in build.SOURCES.glob("*.cpp"))
+
+
+def test_engine() -> None:
+    assert build.run(build.build("engine_test", SOURCES)) == "ok\n"

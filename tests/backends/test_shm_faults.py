@@ -1,0 +1,804 @@
+"""What the shm backend does when something goes wrong: ranks that die, stop or disagree."""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import run
+from tests.harness.crew import crew, mark
+from torch_c10d_ext import errors
+
+BACKEND = "shm"
+
+# What should take milliseconds may take this long where many processes share a core.
+SOON = 5.0
+
+
+class Report(NamedTuple):
+    """A failure as a worker saw it."""
+
+    kind: str
+    text: str
+    ranks: list[int]
+    op: str
+    seq: int
+    at: float  # of the monotonic clock, which all processes share
+
+
+def report(call: Callable[[], Any]) -> Report:
+    """How `call` fails."""
+    try:
+        value = call()
+    except errors.CollectiveError as error:
+        at = time.monotonic()
+        assert isinstance(error, dist.DistBackendError)
+        assert f"group '{error.group}'" in str(error)
+        return Report(type(error).__name__, str(error), error.ranks, error.op, error.seq, at)
+    except (Exception, KeyboardInterrupt) as error:
+        return Report(type(error).__name__, str(error), [], "", 0, time.monotonic())
+    raise AssertionError(f"did not fail but returned {value!r}")
+
+
+def check_works(group: dist.ProcessGroup | None = None) -> None:
+    x = torch.tensor([float(2 ** dist.get_rank(group))])
+    dist.all_reduce(x, group=group)
+    assert x.item() == 2 ** dist.get_world_size(group) - 1
+
+
+# --- ranks that go away --------------------------------------------------------------------------
+
+# What a rank may be waiting in for a rank that is gone, by name.
+CALLS: dict[str, Callable[[int], Any]] = {
+    "all_reduce": lambda gone: dist.all_reduce(torch.ones(3)),
+    "all_reduce of 64 MiB": lambda gone: dist.all_reduce(torch.ones(1 << 24)),
+    "all_gather": lambda gone: dist.all_gather(
+        [torch.empty(2) for _ in range(dist.get_world_size())], torch.ones(2)
+    ),
+    "all_to_all": lambda gone: dist.all_to_all_single(
+        torch.empty(dist.get_world_size()), torch.ones(dist.get_world_size())
+    ),
+    "broadcast": lambda gone: dist.broadcast(torch.ones(1), gone),
+    "barrier": lambda gone: dist.barrier(),
+    "work": lambda gone: dist.all_reduce(torch.ones(3), async_op=True).wait(),
+    "future": lambda gone: dist.all_reduce(torch.ones(3), async_op=True).get_future().wait(),
+    "recv": lambda gone: dist.recv(torch.empty(1), gone),
+    "send of 64 MiB": lambda gone: dist.send(torch.ones(1 << 24), gone),
+    "op": lambda gone: torch.ops.c10d_ext.wait_tensor(
+        torch.ops.c10d_ext.all_reduce(torch.ones(3), "sum", dist.group.WORLD.group_name)
+    ),
+}
+
+
+def _call(name: str, gone: int, scratch: Path) -> tuple[Report, Report]:
+    check_works()
+    mark(scratch, f"rank {dist.get_rank()}")
+    first = report(lambda: CALLS[name](gone))
+    # Once broken, a group says so at once.
+    return first, report(lambda: dist.all_reduce(torch.ones(1)))
+
+
+def _idle_forever(scratch: Path) -> None:
+    check_works()
+    mark(scratch, f"rank {dist.get_rank()}")
+    time.sleep(120)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_killed_rank_is_named_on_all_survivors(name: str) -> None:
+    size, victim = 3, 1
+    pairwise = name.startswith(("send", "recv"))
+    survivors = [0] if pairwise else [0, 2]
+    with crew(size, BACKEND) as ranks:
+        for rank in range(size):
+            if rank in survivors:
+                ranks.start(rank, _call, name, victim, ranks.scratch)
+            else:
+                ranks.start(rank, _idle_forever, ranks.scratch)
+        for rank in range(size):
+            ranks.await_mark(f"rank {rank}")
+        killed = ranks.signal(victim, signal.SIGKILL)
+        for rank in survivors:
+            failure, later = ranks.result(rank)
+            assert failure.kind == "RankLost", failure.text
+            assert failure.ranks == [victim]
+            assert failure.op in name.replace("work", "all_reduce").replace(
+                "future", "all_reduce"
+            ).replace("op", "all_reduce").replace("all_to_all", "all_to_all_single")
+            assert f"rank {victim} (pid {ranks.pid(victim)}" in failure.text
+            assert f"(rank {rank}/{size}, " in failure.text
+            if not pairwise:
+                assert failure.seq == 2
+                assert "collective 2" in failure.text
+            assert failure.at - killed < SOON
+            assert later.kind == "RankLost", later.text
+            assert later.ranks == [victim]
+            assert later.at - failure.at < SOON
+
+
+def _fail_in_groups_of_two(scratch: Path) -> list[float]:
+    """Rank 0's failures, one with every other rank; those only wait to be killed."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    groups = [dist.new_group([0, peer]) for peer in range(1, size)]
+    for peer in range(1, size):
+        if rank in (0, peer):
+            check_works(groups[peer - 1])
+    if rank != 0:
+        time.sleep(120)
+    times = []
+    for peer in range(1, size):
+        mark(scratch, f"with {peer}")
+        failure = report(lambda peer=peer: dist.all_reduce(torch.ones(1), group=groups[peer - 1]))
+        assert failure.kind == "RankLost", failure.text
+        times.append(failure.at)
+    return times
+
+
+def test_a_killed_rank_is_reported_within_milliseconds() -> None:
+    latencies = []
+    for _ in range(3):
+        size = 6
+        with crew(size, BACKEND) as ranks:
+            for rank in range(size):
+                ranks.start(rank, _fail_in_groups_of_two, ranks.scratch)
+            killed = []
+            for rank in range(1, size):
+                ranks.await_mark(f"with {rank}")
+                killed.append(ranks.signal(rank, signal.SIGKILL))
+            reported = ranks.result(0)
+        latencies += [late - early for late, early in zip(reported, killed, strict=True)]
+    median = statistics.median(latencies)
+    worst = max(latencies)
+    print(f"kill() to exception: median {median * 1e3:.2f} ms, worst {worst * 1e3:.2f} ms")
+    # 10 ms on an idle machine; this one may be anything but idle.
+    assert median < 0.25
+
+
+def _survive(scratch: Path) -> None:
+    others = dist.new_group([0, 2])
+    if dist.get_rank() == 1:
+        _idle_forever(scratch)
+    else:
+        check_works()
+        mark(scratch, f"rank {dist.get_rank()}")
+        assert report(lambda: dist.barrier()).kind == "RankLost"
+        for _ in range(100):
+            check_works(others)
+
+
+def test_groups_without_the_lost_rank_go_on() -> None:
+    with crew(3, BACKEND) as ranks:
+        for rank in range(3):
+            ranks.start(rank, _survive, ranks.scratch)
+        for rank in range(3):
+            ranks.await_mark(f"rank {rank}")
+        ranks.signal(1, signal.SIGKILL)
+        ranks.result(0)
+        ranks.result(2)
+
+
+def _shrink(scratch: Path, victim: int) -> list[int]:
+    group = dist.new_group()
+    if dist.get_rank() == victim:
+        _idle_forever(scratch)
+    check_works()
+    mark(scratch, f"rank {dist.get_rank()}")
+    assert report(lambda: dist.all_reduce(torch.ones(1), group=group)).ranks == [victim]
+    rest = dist.shrink_group([victim], group)
+    for _ in range(100):
+        check_works(rest)
+    return dist.get_process_group_ranks(rest)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_group_can_be_shrunk_to_the_survivors(victim: int) -> None:
+    survivors = [rank for rank in range(3) if rank != victim]
+    with crew(3, BACKEND) as ranks:
+        for rank in range(3):
+            ranks.start(rank, _shrink, ranks.scratch, victim)
+        for rank in range(3):
+            ranks.await_mark(f"rank {rank}")
+        ranks.signal(victim, signal.SIGKILL)
+        for rank in survivors:
+            assert ranks.result(rank) == survivors
+
+
+def _leave_early() -> Report | None:
+    group = dist.new_group()
+    check_works(group)
+    if dist.get_rank() == 1:
+        dist.destroy_process_group(group)
+        return None
+    return report(lambda: dist.all_reduce(torch.ones(1), group=group))
+
+
+def test_a_rank_that_left_the_group_is_named() -> None:
+    with crew(2, BACKEND) as ranks:
+        failure, _ = ranks.run(_leave_early)
+        assert (failure.kind, failure.ranks, failure.op) == ("RankLost", [1], "all_reduce")
+        assert f"rank 1 (pid {ranks.pid(1)}, left the group)" in failure.text
+
+
+def _complete_and_die(scratch: Path) -> list[float]:
+    """What a rank contributed before it died still counts."""
+    rank = dist.get_rank()
+    tensors = [torch.full((5,), float(2**rank)) for _ in range(3)]
+    if rank == 1:
+        works = [dist.all_reduce(x, async_op=True) for x in tensors]
+        for work in works:
+            work.wait()
+        mark(scratch, "done")
+        os.kill(os.getpid(), signal.SIGKILL)
+    for x in tensors:
+        dist.all_reduce(x)
+    return [x[0].item() for x in tensors]
+
+
+def test_what_was_completed_before_a_death_stays_complete() -> None:
+    with crew(2, BACKEND) as ranks:
+        for rank in range(2):
+            ranks.start(rank, _complete_and_die, ranks.scratch)
+        ranks.await_mark("done")
+        assert ranks.result(0) == [3.0, 3.0, 3.0]
+
+
+# --- ranks that do not answer --------------------------------------------------------------------
+
+
+def _time_out(scratch: Path, seconds: float) -> tuple[Report, float]:
+    group = dist.new_group(timeout=dt.timedelta(seconds=seconds))
+    check_works(group)
+    rank = dist.get_rank()
+    mark(scratch, f"rank {rank}")
+    if rank == 1:
+        time.sleep(120)
+    time.sleep(0.5)  # rank 1 is stopped meanwhile
+    begin = time.monotonic()
+    return report(lambda: dist.all_reduce(torch.ones(1), group=group)), begin
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_rank_that_does_not_come_is_named_with_its_state(stopped: bool) -> None:
+    timeout = 1.0
+    with crew(3, BACKEND) as ranks:
+        for rank in range(3):
+            ranks.start(rank, _time_out, ranks.scratch, timeout)
+        for rank in range(3):
+            ranks.await_mark(f"rank {rank}")
+        if stopped:
+            ranks.signal(1, signal.SIGSTOP)
+        for rank in (0, 2):
+            failure, begin = ranks.result(rank)
+            assert (failure.kind, failure.ranks) == ("CollectiveTimeout", [1]), failure.text
+            assert (failure.op, failure.seq) == ("all_reduce", 2)
+            state = "stopped" if stopped else "sleeping"
+            assert f"rank 1 (pid {ranks.pid(1)}, {state})" in failure.text
+            # The first rank to give up tells the others.
+            assert failure.at - begin < timeout + SOON
+            assert rank == 2 or failure.at - begin > timeout - 0.5
+        if stopped:
+            ranks.signal(1, signal.SIGCONT)
+
+
+# --- ranks that disagree -------------------------------------------------------------------------
+
+
+# What one rank (`odd`) calls and what the others call: outputs that must stay as they are, and how.
+Asked = tuple[list[torch.Tensor], Callable[[], Any]]
+
+
+def _reduced(count: int = 6, dtype: torch.dtype = torch.float32, op: Any = "SUM") -> Asked:
+    x = torch.full((count,), 7, dtype=dtype)
+    return [x], lambda: dist.all_reduce(x, getattr(dist.ReduceOp, op))
+
+
+def _sent(root: int = 0, count: int = 6) -> Asked:
+    x = torch.full((count,), 7.0)
+    return [x], lambda: dist.broadcast(x, root)
+
+
+def _reduced_to(root: int) -> Asked:
+    x = torch.full((6,), 7.0)
+    return [x], lambda: dist.reduce(x, root)
+
+
+def _gathered(count: int = 2, dtype: torch.dtype = torch.float32) -> Asked:
+    outs = [torch.full((count,), 7, dtype=dtype) for _ in range(dist.get_world_size())]
+    return outs, lambda: dist.all_gather(outs, torch.ones(count, dtype=dtype))
+
+
+def _gathered_at(root: int) -> Asked:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    outs = [torch.full((2,), 7.0) for _ in range(size)]
+    return outs, lambda: dist.gather(torch.ones(2), outs if rank == root else None, root)
+
+
+def _scattered(root: int) -> Asked:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    out = torch.full((2,), 7.0)
+    ins = [torch.ones(2) for _ in range(size)] if rank == root else None
+    return [out], lambda: dist.scatter(out, ins, root)
+
+
+def _scattered_sums(count: int) -> Asked:
+    out = torch.full((count,), 7.0)
+    ins = [torch.ones(count) for _ in range(dist.get_world_size())]
+    return [out], lambda: dist.reduce_scatter(out, ins)
+
+
+def _exchanged(receive: int, send: int) -> Asked:
+    """With so many elements from and to every rank, and one more of this rank for itself."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    ins = [send + (peer == rank) for peer in range(size)]
+    outs = [receive + (peer == rank) for peer in range(size)]
+    out = torch.full((sum(outs),), 7.0)
+    return [out], lambda: dist.all_to_all_single(out, torch.ones(sum(ins)), outs, ins)
+
+
+def _met() -> Asked:
+    return [], lambda: dist.barrier()
+
+
+# By what differs: what the odd rank asks for, what the others do, and how both are described.
+MISMATCHES: dict[str, tuple[Callable[[], Asked], Callable[[], Asked], str, str]] = {
+    "all_reduce shape": (
+        lambda: _reduced(count=5),
+        lambda: _reduced(count=6),
+        "all_reduce(5 x float32, sum)",
+        "all_reduce(6 x float32, sum)",
+    ),
+    "all_reduce size beyond the arena": (
+        lambda: _reduced(count=(1 << 22) + 1),
+        lambda: _reduced(count=1 << 22),
+        "all_reduce(4194305 x float32, sum)",
+        "all_reduce(4194304 x float32, sum)",
+    ),
+    "dtype of the same width": (
+        lambda: _reduced(dtype=torch.int32),
+        lambda: _reduced(),
+        "all_reduce(6 x int32, sum)",
+        "all_reduce(6 x float32, sum)",
+    ),
+    "dtype of the same size": (
+        lambda: _reduced(dtype=torch.float64, count=3),
+        lambda: _reduced(),
+        "all_reduce(3 x float64, sum)",
+        "all_reduce(6 x float32, sum)",
+    ),
+    "reduce op": (
+        lambda: _reduced(op="MAX"),
+        lambda: _reduced(),
+        "all_reduce(6 x float32, max)",
+        "all_reduce(6 x float32, sum)",
+    ),
+    "op": (
+        lambda: _sent(),
+        lambda: _reduced(),
+        "broadcast(6 x float32, root 0)",
+        "all_reduce(6 x float32, sum)",
+    ),
+    "op without data": (lambda: _met(), lambda: _gathered(), "barrier()", "all_gather(2 x float32"),
+    "broadcast root": (
+        lambda: _sent(1),
+        lambda: _sent(0),
+        "broadcast(6 x float32, root 1)",
+        "broadcast(6 x float32, root 0)",
+    ),
+    "broadcast shape": (
+        lambda: _sent(count=5),
+        lambda: _sent(),
+        "broadcast(5 x float32, root 0)",
+        "broadcast(6 x float32, root 0)",
+    ),
+    "reduce root": (lambda: _reduced_to(1), lambda: _reduced_to(0), "root 1", "root 0"),
+    "gather root": (lambda: _gathered_at(1), lambda: _gathered_at(0), "root 1", "root 0"),
+    "scatter root": (lambda: _scattered(1), lambda: _scattered(0), "root 1", "root 0"),
+    "all_gather shape": (
+        lambda: _gathered(3),
+        lambda: _gathered(2),
+        "all_gather(3 x float32)",
+        "all_gather(2 x float32)",
+    ),
+    "all_gather dtype": (
+        lambda: _gathered(2, torch.bfloat16),
+        lambda: _gathered(2, torch.float16),
+        "all_gather(2 x bfloat16)",
+        "all_gather(2 x float16)",
+    ),
+    "reduce_scatter shape": (
+        lambda: _scattered_sums(4),
+        lambda: _scattered_sums(3),
+        "reduce_scatter(4 x float32, sum)",
+        "reduce_scatter(3 x float32, sum)",
+    ),
+    "splits": (lambda: _exchanged(2, 3), lambda: _exchanged(2, 2), "3 x float32", "expects 2"),
+}
+
+
+def _disagree(name: str, odd: int) -> None:
+    rank = dist.get_rank()
+    check_works()
+    odds, rest, odd_text, rest_text = MISMATCHES[name]
+    for _ in range(2):  # and once more after it has failed
+        outs, call = odds() if rank == odd else rest()
+        before = [out.clone() for out in outs]
+        failure = report(call)
+        assert failure.kind == "CollectiveMismatch", failure
+        assert odd_text in failure.text and rest_text in failure.text, failure.text
+        assert f"(rank {rank}/{dist.get_world_size()}, " in failure.text
+        if name != "splits":
+            everyone = range(dist.get_world_size())
+            expected = [odd] if odd != 0 else [peer for peer in everyone if peer != 0]
+            assert failure.ranks == expected, failure
+        for out, old in zip(outs, before, strict=True):
+            assert torch.equal(out, old), (out, old)
+        check_works()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_ranks_that_disagree_all_raise(name: str, size: int) -> None:
+    run(size, _disagree, name, 1, backend=BACKEND)
+
+
+@pytest.mark.parametrize("name", ["all_reduce shape", "op", "reduce op"])
+def test_rank_0_may_be_the_odd_one(name: str) -> None:
+    run(3, _disagree, name, 0, backend=BACKEND)
+
+
+def _order() -> None:
+    """Two collectives in flight in one order here and in another there."""
+    rank = dist.get_rank()
+    x, y = torch.full((6,), 7.0), torch.full((6,), 8.0)
+    calls = [
+        lambda: dist.all_reduce(x, async_op=True),
+        lambda: dist.broadcast(y, 0, async_op=True),
+    ]
+    works = [call() for call in (calls if rank == 1 else calls[::-1])]
+    failures = [report(work.wait) for work in works]
+    assert [f.kind for f in failures] == ["CollectiveMismatch"] * 2, failures
+    assert failures[0].seq + 1 == failures[1].seq
+    assert x.tolist() == [7.0] * 6 and y.tolist() == [8.0] * 6
+    check_works()
+
+
+def test_another_order_is_a_mismatch() -> None:
+    run(2, _order, backend=BACKEND)
+    run(3, _order, backend=BACKEND)
+
+
+def _receive_something_else() -> None:
+    rank = dist.get_rank()
+    x = torch.full((5 + rank,), 7.0)
+    failure = report(lambda: dist.send(x, 1) if rank == 0 else dist.recv(x, 0))
+    assert failure.kind == "CollectiveMismatch", failure
+    assert "5 x float32 from rank 0" in failure.text
+    assert "6 x float32 expected by rank 1" in failure.text
+    assert x.eq(7).all()
+    check_works()
+    y = torch.full((5,), float(rank))
+    dist.send(y, 1) if rank == 0 else dist.recv(y, 0)
+    assert y.eq(0).all()
+
+
+def test_a_message_of_another_size_fails_on_both_sides() -> None:
+    run(2, _receive_something_else, backend=BACKEND)
+
+
+# --- signals -------------------------------------------------------------------------------------
+
+WAITS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "all_reduce": lambda x: dist.all_reduce(x),
+    "work": lambda x: dist.all_reduce(x, async_op=True).wait(),
+    "recv": lambda x: dist.recv(x, 1),
+}
+
+
+def _be_interrupted(name: str, scratch: Path) -> tuple[Report, float]:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    check_works()
+    x = torch.ones(3)
+    mark(scratch, "waiting")
+    failure = report(lambda: WAITS[name](x))
+    # What was interrupted goes on in the background; the group stays in step.
+    check_works()
+    return failure, x[0].item()
+
+
+def _come_when_told(name: str, scratch: Path) -> None:
+    check_works()
+    while not (scratch / "interrupted").exists():
+        time.sleep(0.01)
+    x = torch.full((3,), 2.0)
+    dist.send(x, 0) if name == "recv" else dist.all_reduce(x)
+    check_works()
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_an_interrupt_ends_a_wait(name: str) -> None:
+    with crew(2, BACKEND) as ranks:
+        ranks.start(0, _be_interrupted, name, ranks.scratch)
+        ranks.start(1, _come_when_told, name, ranks.scratch)
+        ranks.await_mark("waiting")
+        time.sleep(0.2)
+        sent = ranks.signal(0, signal.SIGINT)
+        time.sleep(0.5)
+        mark(ranks.scratch, "interrupted")
+        failure, value = ranks.result(0)
+        ranks.result(1)
+        assert failure.kind == "KeyboardInterrupt"
+        print(f"KeyboardInterrupt {(failure.at - sent) * 1e3:.0f} ms after the signal")
+        assert failure.at - sent < SOON
+        assert value == (2.0 if name == "recv" else 3.0)
+
+
+def _make_a_group_alone(scratch: Path) -> tuple[Report, Report]:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    late = report(lambda: dist.new_group(backend=BACKEND, timeout=dt.timedelta(seconds=1)))
+    mark(scratch, "waiting")
+    interrupted = report(lambda: dist.new_group(backend=BACKEND))
+    check_works()
+    return late, interrupted
+
+
+def test_making_a_group_ends_at_the_timeout_or_an_interrupt() -> None:
+    with crew(2, BACKEND) as ranks:
+        ranks.start(0, _make_a_group_alone, ranks.scratch)
+        ranks.await_mark("waiting")
+        time.sleep(0.2)
+        sent = ranks.signal(0, signal.SIGINT)
+        ranks.start(1, check_works)
+        late, interrupted = ranks.result(0)
+        ranks.result(1)
+        assert "rank 1 did not join within 1 s" in late.text, late
+        assert interrupted.kind == "KeyboardInterrupt", interrupted
+        assert interrupted.at - sent < SOON
+
+
+# --- ranks that cannot share memory --------------------------------------------------------------
+
+
+def _fall_back(odd: int) -> None:
+    rank = dist.get_rank()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("torch_c10d_ext")
+    logger.addHandler(handler)
+    if rank == odd:
+        os.environ["TORCH_C10D_EXT_SHM_DISABLE"] = "1"
+    try:
+        group = dist.new_group(backend=BACKEND)
+    finally:
+        os.environ.pop("TORCH_C10D_EXT_SHM_DISABLE", None)
+        logger.removeHandler(handler)
+    assert group._get_backend(torch.device("cpu")).name() == "gloo"
+    assert len(said) == (1 if rank == 0 else 0), said
+    assert all(f"rank {odd}: TORCH_C10D_EXT_SHM_DISABLE=1" in line for line in said)
+    check_works(group)
+    dist.destroy_process_group(group)
+    other = dist.new_group(backend=BACKEND)
+    assert other._get_backend(torch.device("cpu")).name() == "shm"
+    check_works(other)
+    dist.destroy_process_group(other)
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+def test_all_ranks_use_gloo_where_one_cannot_share_memory(odd: int) -> None:
+    run(3, _fall_back, odd, backend=BACKEND)
+
+
+# --- groups used wrongly -------------------------------------------------------------------------
+
+
+def _use_after_destroy() -> None:
+    group = dist.new_group()
+    check_works(group)
+    backend = group._get_backend(torch.device("cpu"))
+    pending = backend.recv([torch.empty(1)], 1 - dist.get_rank(), 3)
+    dist.destroy_process_group(group)
+    failure = report(pending.wait)
+    assert failure.kind in ("GroupClosed", "RankLost"), failure  # whoever is first
+    assert failure.op == "recv"
+    for call in (
+        lambda: backend.allreduce([torch.ones(1)]).wait(),
+        lambda: backend.send([torch.ones(1)], 1 - dist.get_rank(), 0).wait(),
+        lambda: backend.barrier().wait(),
+    ):
+        failure = report(call)
+        assert failure.kind == "GroupClosed", failure
+        assert "got a destroyed one" in failure.text, failure
+    check_works()
+
+
+def test_a_destroyed_group_says_so() -> None:
+    run(2, _use_after_destroy, backend=BACKEND)
+
+
+def _in_child(call: Callable[[], Any]) -> str:
+    """What `call` returns, run in a forked child."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            text = str(call())
+        except BaseException as error:
+            text = f"raised {error!r}"
+        os.write(writing, text.encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as file:
+        said = file.read()
+    os.waitpid(pid, 0)
+    return said
+
+
+def _fork() -> None:
+    check_works()
+    for call in (
+        lambda: dist.all_reduce(torch.ones(1)),
+        lambda: dist.barrier(),
+        lambda: dist.all_reduce(torch.ones(1), async_op=True).wait(),
+        lambda: dist.send(torch.ones(1), 1 - dist.get_rank()),
+    ):
+        said = _in_child(lambda call=call: report(call))
+        assert "GroupClosed" in said, said
+        assert "must be used in the process that created it" in said, said
+        check_works()
+    assert _in_child(dist.destroy_process_group) == "None"
+    check_works()
+
+
+def test_a_forked_child_cannot_use_the_group_and_does_not_harm_it() -> None:
+    with crew(2, BACKEND) as ranks:
+        ranks.run(_fork)
+
+
+def _fork_and_die(scratch: Path) -> None:
+    check_works()
+    if os.fork() == 0:
+        (scratch / "child").write_text(str(os.getpid()))
+        signal.alarm(60)
+        signal.pause()
+    mark(scratch, "rank 1")
+    time.sleep(120)
+
+
+def test_a_forked_child_does_not_hide_the_death_of_its_parent() -> None:
+    with crew(2, BACKEND) as ranks:
+        ranks.start(0, _call, "all_reduce", 1, ranks.scratch)
+        ranks.start(1, _fork_and_die, ranks.scratch)
+        ranks.await_mark("rank 0")
+        ranks.await_mark("child")
+        child = int((ranks.scratch / "child").read_text())
+        try:
+            ranks.signal(1, signal.SIGKILL)
+            failure, _ = ranks.result(0)
+            assert (failure.kind, failure.ranks) == ("RankLost", [1])
+            os.kill(child, 0)  # was there all the time
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def _threads(same: bool) -> None:
+    """Threads that use one group at the same time, with data that does not tell them apart or does.
+
+    A collective then meets whatever the other rank called at that moment: a sum of two values that
+    belong together, or a mismatch, never anything else.
+    """
+    rank = dist.get_rank()
+    rounds, sums, failures = 200, [], []
+
+    def work(number: int) -> None:
+        for i in range(rounds):
+            x = torch.full((8 if same else 8 + number,), float(1 + rank))
+            try:
+                dist.all_reduce(x)
+            except errors.CollectiveMismatch:
+                failures.append(i)
+                assert x.eq(1 + rank).all()
+            else:
+                sums.append(x)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(x.eq(3).all() for x in sums)
+    assert len(sums) + len(failures) == 4 * rounds
+    assert not same or not failures
+    check_works()
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_threads_on_one_group_are_serialised(same: bool) -> None:
+    run(2, _threads, same, backend=BACKEND)
+
+
+def _threads_on_their_own_groups() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    groups = [dist.new_group() for _ in range(4)]
+    wrong: list[Any] = []
+
+    def work(number: int) -> None:
+        for i in range(100):
+            x = torch.full((8,), float(1000 * number + i + rank))
+            dist.all_reduce(x, group=groups[number])
+            if not x.eq(size * (1000 * number + i) + sum(range(size))).all():
+                wrong.append((number, i, x))
+
+    # In another order on every rank.
+    threads = [threading.Thread(target=work, args=((rank + n) % 4,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+def test_threads_may_each_have_a_group() -> None:
+    run(3, _threads_on_their_own_groups, backend=BACKEND)
+
+
+# --- the end of a process ------------------------------------------------------------------------
+
+EXITS = Path(__file__).with_name("exits.py")
+
+# By scenario: what rank 0 and rank 1 exit with.
+EXIT_CODES = {
+    "returns": (0, 0),
+    "destroys": (0, 0),
+    "exits with 3": (3, 3),
+    "raises": (1, 1),
+    "one raises": (7, 1),
+    "one exits": (7, 3),
+    "one is killed": (7, -signal.SIGKILL),
+    "in flight": (0, 0),
+    "in flight and raises": (1, 1),
+    "in flight on one": (0, 0),
+    "one gone": (0, 0),
+    "thread in a collective": (0, 0),
+}
+
+
+def test_processes_end_as_they_would_without_the_backend(tmp_path: Path) -> None:
+    launcher = subprocess.Popen(
+        [sys.executable, str(EXITS), str(tmp_path), *EXIT_CODES],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+    try:
+        output, of_ranks = launcher.communicate(timeout=200)
+    finally:
+        if launcher.poll() is None:
+            os.killpg(launcher.pid, signal.SIGKILL)
+    print(output, of_ranks, sep="\n")
+    assert launcher.returncode == 0
+    got = dict(
+        line.removeprefix("= ").split(": ") for line in output.splitlines() if line[:2] == "= "
+    )
+    assert got == {name: str(codes) for name, codes in EXIT_CODES.items()}
+    # Nobody of the session is left.
+    with pytest.raises(ProcessLookupError):
+        os.killpg(launcher.pid, 0)

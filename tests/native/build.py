@@ -1,0 +1,117 @@
+"""Compiles and runs the test programs of this directory, with or without a sanitizer."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+HEADERS = ROOT / "csrc"
+SOURCES = HEADERS / "backends" / "shm"
+PROGRAMS = Path(__file__).resolve().parent
+
+SANITIZERS = {
+    "": ["-O2"],
+    # The vptr check opens pipes, and takes it for a bad pointer when there are no descriptors left.
+    "address": [
+        "-O1",
+        "-fsanitize=address,undefined",
+        "-fno-sanitize=vptr",
+        "-fno-sanitize-recover=all",
+    ],
+    "thread": ["-O1", "-fsanitize=thread"],
+}
+
+# An error that a sanitizer finds ends the program with this status, whatever it was about to say.
+_OPTIONS = {
+    "ASAN_OPTIONS": "exitcode=99:detect_stack_use_after_return=1",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    "TSAN_OPTIONS": "exitcode=99:second_deadlock_stack=1",
+}
+
+_COMPILE_DEADLINE = 300.0
+
+_INCLUDE = re.compile(r'^#include "(.+)"', re.MULTILINE)
+
+
+def _compiler() -> list[str]:
+    return shlex.split(os.environ.get("CXX", "c++"))
+
+
+def _with_headers(source: Path) -> set[Path]:
+    """The file and this project's own headers that it includes, directly or not."""
+    files = {source}
+    for name in _INCLUDE.findall(source.read_text()):
+        found = [path for path in (HEADERS / name, source.parent / name) if path.exists()]
+        files |= _with_headers(found[0]) if found else set()
+    return files
+
+
+def _make(out: Path, command: list[str], inputs: Iterable[Path]) -> Path:
+    """Runs the command, which writes what follows `-o`, unless it and its inputs are as before.
+
+    The name of the result is `out` and a digest; what is left of earlier ones is removed.
+    """
+    digest = hashlib.sha256(repr(command).encode())
+    for path in sorted(inputs):
+        digest.update(path.read_bytes())
+    result = out.with_name(f"{out.stem}-{digest.hexdigest()[:16]}{out.suffix}")
+    if not result.exists():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        part = result.with_name(f"{result.name}.{os.getpid()}")
+        command = [*command, "-o", str(part)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_COMPILE_DEADLINE, check=False
+        )
+        assert done.returncode == 0, f"{shlex.join(command)}\n{done.stderr}"
+        for old in out.parent.glob(f"{out.stem}-{'?' * 16}{out.suffix}"):
+            old.unlink(missing_ok=True)
+        part.rename(result)
+    return result
+
+
+def build(
+    program: str, sources: Iterable[str], sanitizer: str = "", *, library: bool = False
+) -> Path:
+    """`tests/native/<program>.cpp` linked with `csrc/backends/shm/<source>.cpp`s.
+
+    What is compiled is kept and shared between the programs, and compiled anew when one of the
+    files that go into it has changed.
+    """
+    compiler = _compiler()
+    flags = ["-std=c++20", "-g1", "-Wall", "-fPIC", "-pthread", f"-I{HEADERS}"]
+    flags += SANITIZERS[sanitizer]
+    # In the tree, which is not on /tmp, where a file system may be mounted `noexec`.
+    directory = ROOT / "build" / "native" / (sanitizer or "plain")
+    objects = []
+    for source in (PROGRAMS / f"{program}.cpp", *(SOURCES / f"{name}.cpp" for name in sources)):
+        command = [*compiler, *flags, "-c", str(source)]
+        objects.append(_make(directory / f"{source.stem}.o", command, _with_headers(source)))
+    link = ["-shared"] if library else []
+    command = [*compiler, *flags, *link, *map(str, objects)]
+    return _make(directory / f"{program}{'.so' if library else ''}", command, objects)
+
+
+def run(program: Path, *arguments: str, timeout: float = 120.0) -> str:
+    """What the program prints; an AssertionError with all of it when it fails."""
+    try:
+        done = subprocess.run(
+            [str(program), *arguments],
+            env={**os.environ, **_OPTIONS},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=timeout,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        said = (error.output or b"").decode(errors="replace")
+        raise AssertionError(f"{program.name} takes longer than {timeout:g} s\n{said}") from None
+    assert done.returncode == 0, f"{program.name} exited with {done.returncode}\n{done.stdout}"
+    return done.stdout

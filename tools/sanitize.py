@@ -1,0 +1,47 @@
+"""Builds and runs the C++ tests under sanitizers: address and undefined behaviour, then threads.
+
+The programs are ``tests/native/*_test.cpp``, each linked with all of ``csrc/backends/shm``. Every
+one is run, whatever the others find.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tests.native import build
+
+# A sanitizer makes a program up to 20 times slower.
+DEADLINE = 900.0
+
+
+def main() -> int:
+    programs = sorted(path.stem for path in build.PROGRAMS.glob("*_test.cpp"))
+    sanitizers = [name for name in build.SANITIZERS if name]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("programs", nargs="*", help=f"of {', '.join(programs)} (default: all)")
+    parser.add_argument("--sanitizer", choices=sanitizers, action="append")
+    arguments = parser.parse_args()
+
+    sources = sorted(path.stem for path in build.SOURCES.glob("*.cpp"))
+    failed = False
+    for sanitizer in arguments.sanitizer or sanitizers:
+        for program in arguments.programs or programs:
+            start = time.monotonic()
+            try:
+                build.run(build.build(program, sources, sanitizer), timeout=DEADLINE)
+                verdict = "ok"
+            except AssertionError as error:
+                failed = True
+                verdict = f"FAILED\n{error}"
+            seconds = time.monotonic() - start
+            print(f"{sanitizer:8} {program:16} {seconds:4.0f} s  {verdict}", flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""The backends of this package, as ``torch.distributed`` finds them."""
+
+from __future__ import annotations
+
+import atexit
+import datetime as dt
+import logging
+import os
+import sys
+from typing import Any
+
+import torch.distributed as dist
+
+from torch_c10d_ext import _C
+
+_log = logging.getLogger("torch_c10d_ext")
+
+_PREFIX = "TORCH_C10D_EXT_SHM_"
+# Per rank: 8 ranks take 16 MiB.
+_DEFAULT_ARENA = (2 << 20) - (4 << 10)
+# How long the end of the process waits for collectives that nobody waited for.
+_GRACE = dt.timedelta(seconds=1)
+
+# Why groups of this process fell back: each reason is logged once.
+_told: set[str] = set()
+
+
+def register() -> None:
+    """Makes the backends known to ``torch.distributed``; the defaults stay as they are."""
+    dist.Backend.register_backend("shm", _create_shm, extended_api=True, devices=["cpu"])
+    atexit.register(_close)
+
+
+def shm_settings() -> dict[str, Any]:
+    """The settings of the shm backend, from the environment (docs/shm.md lists them).
+
+    Raises:
+        ValueError: a variable holds something else than it must.
+    """
+    _flag("DISABLE", False)  # the rendezvous reads it
+    return {
+        "arena": _number("ARENA", _DEFAULT_ARENA, at_least=_C.SHM_MIN_ARENA),
+        "spin_time": dt.timedelta(microseconds=_number("SPIN_US", 100)),
+        "inline_time": dt.timedelta(microseconds=_number("INLINE_US", 20)),
+        "progress_thread": _flag("THREAD", True),
+        "strict": _flag("STRICT", False),
+    }
+
+
+def _number(name: str, default: int, at_least: int = 0) -> int:
+    text = os.environ.get(f"TORCH_C10D_EXT_SHM_{name}", "")
+    if not text:
+        return default
+    if not text.isascii() or not text.isdigit() or int(text) < at_least:
+        raise ValueError(
+            f"{_PREFIX}{name}: must be a whole number of at least {at_least}, got {text!r}"
+        )
+    return int(text)
+
+
+def _flag(name: str, default: bool) -> bool:
+    text = os.environ.get(f"TORCH_C10D_EXT_SHM_{name}", "")
+    if text not in ("", "0", "1"):
+        raise ValueError(f"{_PREFIX}{name}: must be 0 or 1, got {text!r}")
+    return text == "1" if text else default
+
+
+def _create_shm(options: Any, _pg_options: Any) -> Any:
+    """The group's backend: shm, or gloo on all ranks where they cannot share memory."""
+    settings = shm_settings()
+    backend, why_not = _C.connect_shm(
+        options.store,
+        options.group_rank,
+        options.group_size,
+        options.timeout,
+        options.group_id,
+        options.global_ranks_in_group,
+        **settings,
+    )
+    if backend is not None:
+        return backend
+    if options.group_rank == 0 and why_not not in _told:
+        _told.add(why_not)
+        _log.warning(
+            "shm: the ranks of group '%s' cannot share memory, they use gloo (%s)",
+            options.group_id,
+            why_not,
+        )
+    store = dist.PrefixStore("gloo/", options.store)
+    backend = dist.ProcessGroupGloo(
+        store, options.group_rank, options.group_size, timeout=options.timeout
+    )
+    backend._set_sequence_number_for_group()
+    return backend
+
+
+def _close() -> None:
+    # A rank that ends by an exception tells the others at once.
+    _C.close_shm_groups(dt.timedelta() if hasattr(sys, "last_value") else _GRACE)
