@@ -1,0 +1,137 @@
+"""Calls of a block as one call of the backend."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_c10d_ext import _C
+from torch_c10d_ext._groups import Group, group_name, group_size
+from torch_c10d_ext.distributed import _delivery
+
+_ops = torch.ops.c10d_ext
+
+
+class Call(NamedTuple):
+    """A call that waits for the end of its block."""
+
+    verb: str  # all_reduce, all_gather or reduce_scatter
+    input: Tensor
+    output: Tensor
+    reduction: str = ""
+    factor: complex | None = None
+
+    def goes_with(self, other: Call) -> bool:
+        """Whether both fit into one message."""
+        return (
+            (self.verb, self.reduction, self.factor) == (other.verb, other.reduction, other.factor)
+            and self.input.dtype == other.input.dtype
+            and self.input.device == other.input.device
+        )
+
+
+# The open blocks by the name of their group.
+_open: dict[str, CoalescingManager] = {}
+
+
+class CoalescingManager:
+    """Fires the calls of a ``with`` block as one.
+
+    ``all_reduce``, ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` on the group of the
+    block start at its end; neighbours of one kind, reduce op, dtype and device travel together.
+    Other calls start at once.
+
+    Args:
+        group: the group whose calls are held back, see :data:`torch_c10d_ext.functional.Group`.
+        device: as torch has it; every device is served.
+        async_ops: True leaves the block with the calls in flight, to be ended by :meth:`wait`.
+
+    Raises:
+        ValueError: the group has an open block already.
+
+    Gradient:
+        None: see :mod:`torch_c10d_ext.distributed`.
+
+    Example, 2 ranks::
+
+        with coalescing_manager() as block:
+            for x in xs:
+                all_reduce(x)
+        # one message, however many xs
+    """
+
+    def __init__(
+        self,
+        group: Group = None,
+        device: torch.device | None = None,
+        async_ops: bool = False,
+    ) -> None:
+        self._name = group_name(group)
+        self._async_ops = async_ops
+        self._calls: list[Call] = []
+        self._works: list[Any] = []
+
+    def __enter__(self) -> CoalescingManager:  # noqa: PYI034
+        if self._name in _open:
+            raise ValueError(
+                "coalescing_manager: the group must have no open block, got one inside another "
+                f"for group '{self._name}'"
+            )
+        _open[self._name] = self
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        del _open[self._name]
+        if kind is None:
+            with torch.no_grad():
+                self._fire()
+
+    def append(self, work: Any) -> None:
+        """Makes :meth:`wait` wait for one more work."""
+        if work is not None:
+            self._works.append(work)
+
+    def wait(self) -> None:
+        """Waits for the calls of a block with ``async_ops=True``."""
+        for work in self._works:
+            work.wait()
+        self._works = []
+
+    def _fire(self) -> None:
+        runs: list[list[Call]] = []
+        for call in self._calls:
+            if runs and runs[-1][0].goes_with(call):
+                runs[-1].append(call)
+            else:
+                runs.append([call])
+        self._calls = []
+        self._works += [_start(self._name, calls) for calls in runs]
+        if not self._async_ops:
+            self.wait()
+
+
+def hold(name: str, call: Call) -> bool:
+    """Keeps ``call`` for the end of the group's block; False where none is open."""
+    if name not in _open:
+        return False
+    _open[name]._calls.append(call)
+    return True
+
+
+def _start(name: str, calls: list[Call]) -> Any:
+    verb, reduction, factor = calls[0].verb, calls[0].reduction, calls[0].factor
+    inputs, outputs = [call.input for call in calls], [call.output for call in calls]
+    if verb == "all_reduce":
+        if all(_delivery.in_place(x) for x in outputs):
+            _C.ops["all_reduce_coalesced_"](outputs, reduction, name, factor=factor)
+            return _delivery.written(outputs, async_op=True)
+        started = _ops.all_reduce_coalesced(inputs, reduction, name, factor=factor)
+    elif verb == "all_gather":
+        started = _ops.all_gather_into_tensor_coalesced(inputs, group_size(name), name)
+    else:
+        started = _ops.reduce_scatter_tensor_coalesced(
+            inputs, reduction, group_size(name), name, factor=factor
+        )
+    return _delivery.spread(list(started), [[out] for out in outputs], async_op=True)

@@ -1,0 +1,810 @@
+"""The collectives of ``torch.distributed``, each a few lines over an op, which a tracer walks into.
+
+A call starts the op and ends in :mod:`_delivery`: in eager the backend writes the caller's tensors,
+in a graph a fresh tensor is copied into them after its wait.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as distributed_c10d
+from torch import Tensor
+
+from torch_c10d_ext import _C
+from torch_c10d_ext._groups import (
+    Group,
+    cpu_backend,
+    device_of,
+    group_rank,
+    group_size,
+    member,
+    process_group,
+    reduction_of,
+    root_of,
+    where,
+)
+from torch_c10d_ext.distributed import _coalescing, _delivery
+
+_ops = torch.ops.c10d_ext
+_SUM = dist.ReduceOp.SUM
+
+_all_reduce_ = _C.ops["all_reduce_"]
+_all_reduce_coalesced_ = _C.ops["all_reduce_coalesced_"]
+_broadcast_ = _C.ops["broadcast_"]
+_reduce_ = _C.ops["reduce_"]
+_all_gather_into_tensor_out = _C.ops["all_gather_into_tensor_out"]
+_reduce_scatter_tensor_out = _C.ops["reduce_scatter_tensor_out"]
+_all_to_all_single_out = _C.ops["all_to_all_single_out"]
+
+
+def _check_tensor(op: str, name: str, value: Any, group: str) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{op}: {name} must be a Tensor, got {type(value).__name__} {where(group)}")
+
+
+def _check_tensors(op: str, name: str, values: Any, group: str, like: Tensor | None = None) -> None:
+    if not isinstance(values, list | tuple) or not all(isinstance(v, Tensor) for v in values):
+        raise TypeError(
+            f"{op}: {name} must be a list of Tensors, got {type(values).__name__} {where(group)}"
+        )
+    if not values:
+        raise ValueError(f"{op}: {name} must hold at least one tensor, got none {where(group)}")
+    wanted = (values[0] if like is None else like).dtype
+    for value in values:
+        if value.dtype != wanted:
+            raise ValueError(
+                f"{op}: {name} must have one dtype, {wanted}, got {value.dtype} {where(group)}"
+            )
+
+
+def _check_one_per_rank(op: str, name: str, values: Sequence[Tensor], group: str) -> None:
+    if len(values) != group_size(group):
+        raise ValueError(
+            f"{op}: {name} must hold one tensor per rank, {group_size(group)}, got "
+            f"{len(values)} {where(group)}"
+        )
+
+
+def _check_same_dtype(op: str, output: Tensor, input: Tensor, group: str) -> None:
+    if output.dtype != input.dtype:
+        raise ValueError(
+            f"{op}: the output must have the input's dtype, {input.dtype}, got {output.dtype} "
+            f"{where(group)}"
+        )
+
+
+def _check_numel(op: str, output: Tensor, numel: int, of: str, group: str) -> None:
+    if output.numel() != numel:
+        raise ValueError(
+            f"{op}: the output must have {of}, {numel}, got {output.numel()} {where(group)}"
+        )
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([t.reshape(-1) for t in tensors])
+
+
+@torch.no_grad()
+def all_reduce(tensor: Tensor, op: Any = _SUM, group: Group = None, async_op: bool = False) -> Any:
+    """Replaces ``tensor`` on every rank by its reduction over the ranks of a group.
+
+    Args:
+        tensor: any shape, strides and dtype, the same shape and dtype on every rank.
+        op: a ``ReduceOp`` with a meaning for the dtype, ``PREMUL_SUM`` included, or its name.
+        group: None is the default group; see :data:`torch_c10d_ext.functional.Group`.
+        async_op: return at once; the values are there after ``wait()`` of what is returned.
+
+    Returns:
+        A Work where ``async_op`` is set, else None; None on ranks that are not in the group.
+
+    Raises:
+        TypeError: no tensor; ``op`` has no meaning for its dtype.
+        ValueError: unknown ``op`` or group.
+
+    Gradient:
+        None: see :mod:`torch_c10d_ext.distributed`.
+
+    Example, 2 ranks::
+
+        x = torch.tensor([1.0 + rank])
+        all_reduce(x)  # x is [3.] on both
+
+    Source: csrc/ops/all_reduce.cpp
+    """
+    name = member("all_reduce", group)
+    if name is None:
+        return None
+    _check_tensor("all_reduce", "tensor", tensor, name)
+    reduction, factor = reduction_of(op)
+    if _coalescing.hold(name, _coalescing.Call("all_reduce", tensor, tensor, reduction, factor)):
+        return None
+    if _delivery.in_place(tensor):
+        _all_reduce_(tensor, reduction, name, factor=factor)
+        return _delivery.written([tensor], async_op)
+    started = _ops.all_reduce(tensor, reduction, name, factor=factor)
+    return _delivery.spread([started], [[tensor]], async_op)
+
+
+@torch.no_grad()
+def all_reduce_coalesced(
+    tensors: list[Tensor], op: Any = _SUM, group: Group = None, async_op: bool = False
+) -> Any:
+    """Replaces each of several tensors by its reduction over a group, in one message.
+
+    Args:
+        tensors: of one dtype on one device, any shapes.
+        op, group, async_op: as for :func:`all_reduce`.
+
+    Returns:
+        As :func:`all_reduce`.
+
+    Raises:
+        TypeError, ValueError: as :func:`all_reduce`; mixed dtypes or devices.
+
+    Gradient:
+        None: see :mod:`torch_c10d_ext.distributed`.
+
+    Example, 2 ranks::
+
+        xs = [torch.ones(2), torch.full((3,), float(rank))]
+        all_reduce_coalesced(xs)  # [2, 2] and [1, 1, 1] on both
+
+    Source: csrc/ops/all_reduce.cpp
+    """
+    name = member("all_reduce_coalesced", group)
+    if name is None:
+        return None
+    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    _check_tensors("all_reduce_coalesced", "tensors", tensors, name)
+    reduction, factor = reduction_of(op)
+    if all(_delivery.in_place(t) for t in tensors):
+        _all_reduce_coalesced_(tensors, reduction, name, factor=factor)
+        return _delivery.written(tensors, async_op)
+    started = _ops.all_reduce_coalesced(tensors, reduction, name, factor=factor)
+    return _delivery.spread(list(started), [[t] for t in tensors], async_op)
+
+
+@torch.no_grad()
+def broadcast(
+    tensor: Tensor,
+    src: int | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> Any:
+    """Replaces ``tensor`` on every rank of a group by that of one rank.
+
+    Args:
+        tensor: what the source sends, and where every other rank finds it.
+        src: the source by its rank in the world; or
+        group_src: by its rank in the group.
+        group, async_op: as for :func:`all_reduce`.
+
+    Returns:
+        As :func:`all_reduce`.
+
+    Raises:
+        TypeError: no tensor.
+        ValueError: both or neither of the source's ranks, or one that is not in the group.
+
+    Gradient:
+        None: see :mod:`torch_c10d_ext.distributed`.
+
+    Example, 2 ranks::
+
+        x = torch.tensor([1.0 + rank])
+        broadcast(x, 1)  # x is [2.] on both
+
+    Source: csrc/ops/broadcast.cpp
+    """
+    name = member("broadcast", group)
+    if name is None:
+        return None
+    _check_tensor("broadcast", "tensor", tensor, name)
+    root = root_of("broadcast", "src", name, src, group_src)
+    if _delivery.in_place(tensor):
+        _broadcast_(tensor, root, name)
+        return _delivery.written([tensor], async_op)
+    return _delivery.spread([_ops.broadcast(tensor, root, name)], [[tensor]], async_op)
+
+
+@torch.no_grad()
+def reduce(
+    tensor: Tensor,
+    dst: int | None = None,
+    op: Any = _SUM,
+    group: Group = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Any:
+    """Replaces ``tensor`` on one rank by its reduction over the ranks of a group.
+
+    Args:
+        tensor: what every rank contributes; left untouched on all ranks but the destination.
+        dst: the destination by its rank in the world; or
+        group_dst: by its rank in the group.
+        op, group, async_op: as for :func:`all_reduce`.
+
+    Returns:
+        As :func:`all_reduce`.
+
+    Raises:
+        TypeError, ValueError: as :func:`all_reduce` and, for the destination, :func:`broadcast`.
+
+    Gradient:
+        None: see :mod:`torch_c10d_ext.distributed`.
+
+    Example, 2 ranks::
+
+        x = torch.tensor([1.0 + rank])
+        reduce(x, 0)  # x is [3.] on rank 0, [2.] on rank 1
+
+    Source: csrc/ops/reduce.cpp
+    """
+    name = member("reduce", group)
+    if name is None:
+        return None
+    _check_tensor("reduce", "tensor", tensor, name)
+    root = root_of("reduce", "dst", name, dst, group_dst)
+    reduction, factor = reduction_of(op)
+    if _delivery.in_place(tensor):
+        _reduce_(tensor, reduction, root, name, factor=factor)
+        return _delivery.written([tensor], async_op)
+    started = _ops.reduce(tensor, reduction, root, name, factor=factor)
+    targets = [tensor] if group_rank(name) == root else []
+    return _delivery.spread([started], [targets], async_op)
+
+
+@torch.no_grad()
+def all_gather(
+    tensor_list: list[Tensor], tensor: Tensor, group: Group = None, async_op: bool = False
+) -> Any:
+    """Fills ``tensor_list`` on every rank with the tensors of all ranks.
+
+    Args:
+        tensor_list: one tensor per rank, with as many elements as that rank's ``tensor``.
+        tensor: what this rank sends; left untouched.
+        group, async_op: as for :func:`all_reduce`.
+
+    Returns:
+        As :func:`all_reduce`.
+
+    Raises:
+        TypeError: not tensors.
+        ValueError: not one tensor per rank, mixed dtypes, or sizes that do not fit.
+
+    Gradient:
+        None: see :mod:`torch_c10d_ext.distributed`.
+
+    Example, 2 ranks::
+
+        xs = [torch.empty(1), torch.empty(1)]
+        all_gather(xs, torch.tensor([1.0 + rank]))  # xs is [[1.], [2.]] on both
+
+    Source: csrc/ops/all_gather.cpp
+    """
+    name = member("all_gather", group)
+    if name is None:
+        return None
+    _check_tensor("all_gather", "tensor", tensor, name)
+    _check_tensors("all_gather", "tensor_list", tensor_list, name, like=tensor)
+    _check_one_per_rank("all_gather", "tensor_list", tensor_list, name)
+    sizes = [t.numel() for t in tensor_list]
+    started = _ops.all_gather(tensor.reshape(-1), sizes, name)
+    return _delivery.spread([started], [tensor_list], async_op)
+
+
+@torch.no_grad()
+def all_gather_coalesced(
+    output_tensor_lists: list[list[Tensor]],
+    input_tensor_list: list[Tensor],
+    group: Group = None,
+    async_op: bool = False,
+) -> Any:
+    """Gathers several tensors of all ranks on every rank, in one message.
+
+    Args:
+        output_tensor_lists: one list per rank, for that rank's inputs in their order.
+        input_tensor_list: what this rank sends, the same shapes and dtype on every rank.
+        group, async_op: as for :func:`all_reduce`.
+
+    Returns:
+        As :func:`all_reduce`.
+
+    Raises:
+        TypeError: not tensors.
+        ValueError: not one list per rank, not one tensor per input, mixed dtypes.
+
+    Gradient:
+        None: see :mod:`torch_c10d_ext.distributed`.
+
+    Example, 2 ranks::
+
+        outs = [[torch.empty(1), torch.empty(2)] for _ in range(2)]
+        all_gather_coalesced(outs, [torch.ones(1), torch.full((2,), float(rank))])
+        # [[[1.], [0., 0.]], [[1.], [1., 1.]]] on both
+
+    Source: csrc/ops/all_gather_into_tensor.cpp
+    """
+    verb = "all_gather_coalesced"
+    name = member(verb, group)
+    if name is None:
+        return None
+    _check_tensors(verb, "input_tensor_list", input_tensor_list, name)
+    _check_one_per_rank(verb, "output_tensor_lists", output_tensor_lists, name)  # type: ignore
+    for outs in output_tensor_lists:
+        _check_tensors(verb, "output_tensor_lists", outs, name, like=input_tensor_list[0])
+        if [o.numel() for o in outs] != [x.numel() for x in input_tensor_list]:
+            raise ValueError(
+                f"{verb}: output_tensor_lists must hold the inputs' sizes for every rank, "
+                f"{[x.numel() for x in input_tensor_list]}, got {[o.numel() for o in outs]} "
+                f"{where(name)}"
+            )
+    started = _ops.all_gather_into_tensor_coalesced(
+        [x.reshape(-1) for x in input_tensor_list], group_size(name), name
+    )
+    targets = [[outs[i] for outs in output_tensor_lists] for i in range(len(input_tensor_list))]
+    return _delivery.spread(list(started), targets, async_op)
+
+
+@torch.no_grad()
+def all_gather_into_tensor(
+    output_tensor: Tensor, input_tensor: Tensor, group: Group = None, async_op: bool = False
+) -> Any:
+    """Fills ``output_tensor`` on every rank with the tensors of all ranks, one after the other.
+
+    Args:
+        output_tensor: N times input's elements: shape ``(N * rows, ...)`` or ``(N, rows, ...)``.
+        input_tensor: what this rank sends; left untouched.
+        group, async_op: as for :func:`all_reduce`.
+
+    Returns:
+        As :func:`all_reduce`.
+
+    Raises:
+        TypeError: not tensors.
+        ValueError: other dtypes or sizes.
+
+    Gradient:
+        None: see :mod:`torch_c10d_ext.distributed`.
+
+    Example, 2 ranks::
+
+        out = torch.empty(2)
+        all_gather_into_tensor(out, torch.tensor([1.0 + rank]))  # out is [1., 2.] on both
+
+    Source: csrc/ops/all_gather_into_tensor.cpp
+    """
+    verb = "all_gather_into_tensor"
+    name = member(verb, group)
+    if name is None:
+        return None
+    _check_tensor(verb, "output_tensor", output_tensor, name)
+    _check_tensor(verb, "input_tensor", input_tensor, name)
+    _check_same_dtype(verb, output_tensor, input_tensor, name)
+    ranks = group_size(name)
+    _check_numel(verb, output_tensor, ranks * input_tensor.numel(), "N times the input's", name)
+    if _coalescing.hold(name, _coalescing.Call("all_gather", input_tensor, output_tensor)):
+        return None
+    if _delivery.in_place(output_tensor) and _delivery.in_place(input_tensor):
+        _all_gather_into_tensor_out(input_tensor, ranks, name, out=output_tensor)
+        return _delivery.written([output_tensor], async_op)
+    started = _ops.all_gather_into_tensor(input_tensor, ranks, name)
+    return _delivery.spread([started], [[output_tensor]], async_op)
+
+
+@torch.no_grad()
+def reduce_scatter(
+    output: Tensor,
+    input_list: list[Tensor],
+    op: Any = _SUM,
+    group: Group = None,
+    async_op: bool = False,
+) -> Any:
+    """Gives rank r the reduction of all ranks' r-th tensors.
+
+    Args:
+        output: as many elements as this rank's tensor in every ``input_list``.
+        input_list: one tensor per rank, left untouched; their sizes may differ.
+        op, group, async_op: as for :func:`all_reduce`.
+
+    Returns:
+        As :func:`all_reduce`.
+
+    Raises:
+        TypeError, ValueError: as :func:`all_reduce`; not one tensor per rank, mixed dtypes, sizes
+            that do not fit.
+
+    Gradient:
+        None: see :mod:`torch_c10d_ext.distributed`.
+
+    Example, 2 ranks::
+
+        out = torch.empty(1)
+        reduce_scatter(out, [torch.ones(1), torch.full((1,), 2.0)])  # [2.] on 0, [4.] on 1
+
+    Source: csrc/ops/reduce_scatter.cpp
+    """
+    name = member("reduce_scatter", group)
+    if name is None:
+        return None
+    _check_tensor("reduce_scatter", "output", output, name)
+    _check_tensors("reduce_scatter", "input_list", input_list, name, like=output)
+    _check_one_per_rank("reduce_scatter", "input_list", input_list, name)
+    own = input_list[group_rank(name)].numel()
+    _check_numel("reduce_scatter", output, own, "the size of this rank's input", name)
+    reduction, factor = reduction_of(op)
+    sizes = [t.numel() for t in input_list]
+    started = _ops.reduce_scatter(_flat(input_list), reduction, sizes, name, factor=factor)
+    return _delivery.spread([started], [[output]], async_op)
+
+
+@torch.no_grad()
+def reduce_scatter_tensor(
+    output: Tensor, input: Tensor, op: Any = _SUM, group: Group = None, async_op: bool = False
+) -> Any:
+    """Gives rank r the r-th equal part of the reduction of all ranks' inputs.
+
+    Args:
+        output: an N-th of input's elements.
+        input: shape ``(N * rows, ...)`` or ``(N, rows, ...)``; left untouched.
+        op, group, async_op: as for :func:`all_reduce`.
+
+    Returns:
+        As :func:`all_reduce`.
+
+    Raises:
+        TypeError, ValueError: as :func:`all_reduce`; other dtypes or sizes.
+
+    Gradient:
+        None: see :mod:`torch_c10d_ext.distributed`.
+
+    Example, 2 ranks::
+
+        out = torch.empty(1)
+        reduce_scatter_tensor(out, torch.tensor([1.0, 2.0]))  # [2.] on rank 0, [4.] on rank 1
+
+    Source: csrc/ops/reduce_scatter_tensor.cpp
+    """
+    verb = "reduce_scatter_tensor"
+    name = member(verb, group)
+    if name is None:
+        return None
+    _check_tensor(verb, "output", output, name)
+    _check_tensor(verb, "input", input, name)
+    _check_same_dtype(verb, output, input, name)
+    ranks = group_size(name)
+    if output.numel() * ranks != input.numel():
+        raise ValueError(
+            f"{verb}: the input must have N times the output's elements, "
+            f"{output.numel() * ranks}, got {input.numel()} {where(name)}"
+        )
+    reduction, factor = reduction_of(op)
+    # The rows of a rank are one row to the op: any shape of the same elements will do.
+    rows = input.reshape(ranks, -1) if input.dim() == 0 or input.shape[0] % ranks else input
+    if _coalescing.hold(name, _coalescing.Call("reduce_scatter", rows, output, reduction, factor)):
+        return None
+    if _delivery.in_place(output) and _delivery.in_place(rows):
+        _reduce_scatter_tensor_out(rows, reduction, ranks, name, factor=factor, out=output)
+        return _delivery.written([output], async_op)
+    started = _ops.reduce_scatter_tensor(rows, reduction, ranks, name, factor=factor)
+    return _delivery.spread([started], [[output]], async_op)
+
+
+@torch.no_grad()
+def gather(
+    tensor: Tensor,
+    gather_list: list[Tensor] | None = None,
+    dst: int | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Any:
+    """Fills ``gather_list`` on one rank with the tensors of all ranks.
+
+    Args:
+        tensor: what this rank sends, the same number of elements on every rank; left untouched.
+        gather_list: on the destination one tensor per rank; None elsewhere.
+        dst, group_dst: the destination, rank 0 of the world by default; as for :func:`reduce`.
+        group, async_op: as for :func:`all_reduce`.
+
+    Returns:
+        As :func:`all_reduce`.
+
+    Raises:
+        TypeError: not tensors.
+        ValueError: ``gather_list`` missing on the destination, given elsewhere, or not one tensor
+            of tensor's size per rank; the destination's rank as for :func:`reduce`.
+
+    Gradient:
+        None: see :mod:`torch_c10d_ext.distributed`.
+
+    Example, 2 ranks::
+
+        xs = [torch.empty(1), torch.empty(1)] if rank == 0 else None
+        gather(torch.tensor([1.0 + rank]), xs)  # xs is [[1.], [2.]] on rank 0
+
+    Source: csrc/ops/gather.cpp
+    """
+    name = member("gather", group)
+    if name is None:
+        return None
+    _check_tensor("gather", "tensor", tensor, name)
+    if dst is None and group_dst is None:
+        dst = 0
+    root = root_of("gather", "dst", name, dst, group_dst)
+    targets: list[Tensor] = []
+    if group_rank(name) == root:
+        if not gather_list:
+            raise ValueError(
+                f"gather: gather_list must be given on the destination, got {gather_list} "
+                f"{where(name)}"
+            )
+        _check_tensors("gather", "gather_list", gather_list, name, like=tensor)
+        _check_one_per_rank("gather", "gather_list", gather_list, name)
+        for target in gather_list:
+            _check_numel("gather", target, tensor.numel(), "the input's size", name)
+        targets = gather_list
+    elif gather_list:
+        raise ValueError(
+            "gather: gather_list must be given on the destination alone, got a list of "
+            f"{len(gather_list)} {where(name)}"
+        )
+    started = _ops.gather(tensor.reshape(-1), root, name)
+    return _delivery.spread([started], [targets], async_op)
+
+
+@torch.no_grad()
+def scatter(
+    tensor: Tensor,
+    scatter_list: list[Tensor] | None = None,
+    src: int | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> Any:
+    """Fills ``tensor`` on rank r with the r-th tensor of one rank.
+
+    Args:
+        tensor: where this rank finds its part, the same number of elements on every rank.
+        scatter_list: on the source one tensor per rank; None elsewhere.
+        src, group_src: the source, rank 0 of the world by default; as for :func:`broadcast`.
+        group, async_op: as for :func:`all_reduce`.
+
+    Returns:
+        As :func:`all_reduce`.
+
+    Raises:
+        TypeError: not tensors.
+        ValueError: ``scatter_list`` missing on the source, given elsewhere, or not one tensor of
+            tensor's size per rank; the source's rank as for :func:`broadcast`.
+
+    Gradient:
+        None: see :mod:`torch_c10d_ext.distributed`.
+
+    Example, 2 ranks::
+
+        x = torch.empty(1)
+        scatter(x, [torch.ones(1), torch.zeros(1)] if rank == 0 else None)  # [1.] on 0, [0.] on 1
+
+    Source: csrc/ops/scatter.cpp
+    """
+    name = member("scatter", group)
+    if name is None:
+        return None
+    _check_tensor("scatter", "tensor", tensor, name)
+    if src is None and group_src is None:
+        src = 0
+    root = root_of("scatter", "src", name, src, group_src)
+    if group_rank(name) == root:
+        if not scatter_list:
+            raise ValueError(
+                f"scatter: scatter_list must be given on the source, got {scatter_list} "
+                f"{where(name)}"
+            )
+        _check_tensors("scatter", "scatter_list", scatter_list, name, like=tensor)
+        _check_one_per_rank("scatter", "scatter_list", scatter_list, name)
+        for part in scatter_list:
+            _check_numel("scatter", part, tensor.numel(), "the output's size", name)
+        whole = _flat(scatter_list)
+    elif scatter_list:
+        raise ValueError(
+            "scatter: scatter_list must be given on the source alone, got a list of "
+            f"{len(scatter_list)} {where(name)}"
+        )
+    else:
+        whole = tensor.new_empty(0)
+    started = _ops.scatter(whole, root, name, size=tensor.numel())
+    return _delivery.spread([started], [[tensor]], async_op)
+
+
+@torch.no_grad()
+def all_to_all(
+    output_tensor_list: list[Tensor],
+    input_tensor_list: list[Tensor],
+    group: Group = None,
+    async_op: bool = False,
+) -> Any:
+    """Sends the r-th input to rank r and fills the r-th output with what rank r sent.
+
+    Args:
+        output_tensor_list: one tensor per rank, of the size of what comes from it.
+        input_tensor_list: one tensor per rank; left untouched.
+        group, async_op: as for :func:`all_reduce`.
+
+    Returns:
+        As :func:`all_reduce`.
+
+    Raises:
+        TypeError: not tensors.
+        ValueError: not one tensor per rank, mixed dtypes.
+
+    Gradient:
+        None: see :mod:`torch_c10d_ext.distributed`.
+
+    Example, 2 ranks::
+
+        outs = [torch.empty(1), torch.empty(1)]
+        all_to_all(outs, [torch.tensor([10.0 * rank]), torch.tensor([10.0 * rank + 1])])
+        # [[0.], [10.]] on rank 0, [[1.], [11.]] on rank 1
+
+    Source: csrc/ops/all_to_all_single.cpp
+    """
+    name = member("all_to_all", group)
+    if name is None:
+        return None
+    _check_tensors("all_to_all", "input_tensor_list", input_tensor_list, name)
+    _check_one_per_rank("all_to_all", "input_tensor_list", input_tensor_list, name)
+    like = input_tensor_list[0]
+    _check_tensors("all_to_all", "output_tensor_list", output_tensor_list, name, like=like)
+    _check_one_per_rank("all_to_all", "output_tensor_list", output_tensor_list, name)
+    started = _ops.all_to_all_single(
+        _flat(input_tensor_list),
+        [t.numel() for t in output_tensor_list],
+        [t.numel() for t in input_tensor_list],
+        name,
+    )
+    return _delivery.spread([started], [output_tensor_list], async_op)
+
+
+@torch.no_grad()
+def all_to_all_single(
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: list[int] | None = None,
+    input_split_sizes: list[int] | None = None,
+    group: Group = None,
+    async_op: bool = False,
+) -> Any:
+    """Sends rows of ``input`` to every rank and fills ``output`` with the rows they sent.
+
+    Args:
+        output: dimension 0 as long as the sum of its split sizes.
+        input: left untouched.
+        output_split_sizes, input_split_sizes: rows from and to each rank; None or empty: equal.
+        group, async_op: as for :func:`all_reduce`.
+
+    Returns:
+        As :func:`all_reduce`.
+
+    Raises:
+        TypeError: not tensors.
+        ValueError: other dtypes; split sizes that do not fit.
+
+    Gradient:
+        None: see :mod:`torch_c10d_ext.distributed`.
+
+    Example, 2 ranks::
+
+        out = torch.empty(2)
+        all_to_all_single(out, torch.tensor([1.0, 2.0]) + 10 * rank)
+        # [1., 11.] on rank 0, [2., 12.] on rank 1
+
+    Source: csrc/ops/all_to_all_single.cpp
+    """
+    verb = "all_to_all_single"
+    name = member(verb, group)
+    if name is None:
+        return None
+    _check_tensor(verb, "output", output, name)
+    _check_tensor(verb, "input", input, name)
+    _check_same_dtype(verb, output, input, name)
+    to = _splits(verb, "output", output, output_split_sizes, name)
+    of = _splits(verb, "input", input, input_split_sizes, name)
+    if _delivery.in_place(output) and _delivery.in_place(input):
+        _all_to_all_single_out(input, to, of, name, out=output)
+        return _delivery.written([output], async_op)
+    started = _ops.all_to_all_single(input, to, of, name)
+    return _delivery.spread([started], [[output]], async_op)
+
+
+@torch.no_grad()
+def barrier(
+    group: Group = None,
+    async_op: bool = False,
+    device_ids: list[int] | None = None,
+    timeout: dt.timedelta | None = None,
+) -> Any:
+    """Returns when every rank of a group has called it.
+
+    Args:
+        group, async_op: as for :func:`all_reduce`.
+        device_ids: nccl's device, in eager.
+        timeout: of this call alone, in eager; in a graph the group's own counts.
+
+    Returns:
+        As :func:`all_reduce`.
+
+    Raises:
+        ValueError: unknown group.
+
+    Gradient:
+        None.
+
+    Example::
+
+        barrier()
+
+    Source: csrc/ops/all_reduce.cpp: in a graph it is an all_reduce of one element, which keeps its
+    place among the collectives.
+    """
+    if not torch.compiler.is_compiling():
+        more = {} if timeout is None else {"timeout": timeout}
+        return dist.barrier(group, async_op, device_ids, **more)  # type: ignore[arg-type]
+    name = member("barrier", group)
+    if name is None:
+        return None
+    token = torch.zeros(1, device=device_of(name))
+    return _delivery.spread([_ops.all_reduce(token, "sum", name)], [[]], async_op)
+
+
+def monitored_barrier(
+    group: Group = None, timeout: dt.timedelta | None = None, wait_all_ranks: bool = False
+) -> None:
+    """Returns when every rank of a group has called it, and names those that do not come.
+
+    On gloo torch's own, on shm this package's; not traced.
+
+    Args:
+        group: as for :func:`all_reduce`.
+        timeout: how long to wait for the others, by default half an hour as in torch.
+        wait_all_ranks: name all ranks that are missing instead of the first.
+
+    Raises:
+        RuntimeError: a rank did not come; the text names it.
+        ValueError: unknown group, or one on another backend.
+
+    Gradient:
+        None.
+
+    Example::
+
+        monitored_barrier(timeout=datetime.timedelta(seconds=10))
+
+    Source: csrc/backends/shm.cpp
+    """
+    name = member("monitored_barrier", group)
+    if name is None:
+        return
+    pg = process_group(name)
+    if cpu_backend(pg).name() != "shm":
+        dist.monitored_barrier(pg, timeout, wait_all_ranks)
+        return
+    pg.monitored_barrier(timeout or distributed_c10d.default_pg_timeout, wait_all_ranks)
+
+
+def _splits(verb: str, side: str, tensor: Tensor, sizes: list[int] | None, group: str) -> list[int]:
+    if sizes:
+        return list(sizes)
+    ranks = group_size(group)
+    if tensor.dim() == 0 or tensor.shape[0] % ranks != 0:
+        raise ValueError(
+            f"{verb}: {side}'s dimension 0 must be a multiple of the group's size, {ranks}, where "
+            f"no split sizes are given, got shape {tuple(tensor.shape)} {where(group)}"
+        )
+    return [tensor.shape[0] // ranks] * ranks

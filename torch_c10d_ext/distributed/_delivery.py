@@ -1,0 +1,154 @@
+"""From a started collective to what the caller gets: the data in his tensors, or a Work."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_c10d_ext import _C
+from torch_c10d_ext._async import writes_directly
+
+_wait = torch.ops.c10d_ext.wait_tensor.default
+
+# The tensors that the values of one started tensor go to, one after the other.
+Targets = Sequence[Tensor]
+
+
+class TracedWork:
+    """What a traced call with ``async_op=True`` returns: its wait is a node of the graph.
+
+    The targets have their values after :meth:`wait`, here or after the graph has run.
+    """
+
+    def __init__(self, started: list[Tensor], targets: Sequence[Targets]) -> None:
+        self._started = started
+        self._targets = targets
+        self._waited = False
+
+    def wait(self, timeout: dt.timedelta | None = None) -> bool:
+        """Puts the values into the targets; the backend's own timeout ends a traced wait."""
+        if not self._waited:
+            self._waited = True
+            _settle(self._started, self._targets)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it has been waited for: a graph does not branch on what a backend has done."""
+        return self._waited
+
+    def is_success(self) -> bool:
+        """As :meth:`is_completed`: a graph ends where a collective fails."""
+        return self._waited
+
+    def exception(self) -> None:
+        """None: a graph ends where a collective fails."""
+
+    def result(self) -> list[Tensor]:
+        """The targets."""
+        return [t for targets in self._targets for t in targets]
+
+    synchronize = wait
+
+
+class SpreadingWork(dist.Work):
+    """Works, none where all is complete, whose data may take one more step on this rank.
+
+    From where it arrived to the targets, when somebody waits or asks.
+    """
+
+    def __init__(self, started: list[Tensor], targets: Sequence[Targets]) -> None:
+        super().__init__()
+        self._works = [work for t in started if (work := _C.work_of(t))]
+        self._started = started
+        self._targets = targets
+        self._future: torch.futures.Future[list[Tensor]] | None = None
+        self._waited = False
+        self._error: Exception | None = None
+        self._settling = threading.Lock()
+
+    def wait(self, timeout: dt.timedelta | None = None) -> bool:
+        try:
+            for work in self._works:
+                work.wait(timeout) if timeout else work.wait()
+        except Exception as error:
+            self._error = error
+            raise
+        # A future's callback settles on another thread: who comes second returns only after it has.
+        with self._settling, torch.no_grad():
+            if not self._waited:
+                _settle(self._started, self._targets)
+                self._error = None  # of a wait that ran out of patience
+                self._waited = True
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        over = self._waited or all(work.is_completed() for work in self._works)
+        if over and not self._waited and self._error is None:
+            with contextlib.suppress(Exception):  # exception() has it
+                self.wait()
+        return over
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> Exception | None:
+        return self._error
+
+    def result(self) -> list[Tensor]:
+        return [t for targets in self._targets for t in targets]
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        if self._future is None:
+            arrived = torch.futures.collect_all([work.get_future() for work in self._works])
+
+            def spread(_: object) -> list[Tensor]:
+                self.wait()
+                return self.result()
+
+            self._future = arrived.then(spread)
+        return self._future
+
+
+def in_place(tensor: Tensor) -> bool:
+    """Whether the backend may write ``tensor`` itself: not in a graph, nor a tensor subclass."""
+    return not torch.compiler.is_compiling() and writes_directly(tensor, tensor)
+
+
+def written(tensors: list[Tensor], async_op: bool) -> Any:
+    """The end of a call whose collective writes the caller's tensors itself."""
+    if not async_op:
+        for tensor in tensors:
+            _C.wait(tensor)
+        return None
+    return SpreadingWork(tensors, [[t] for t in tensors])
+
+
+def spread(started: list[Tensor], targets: Sequence[Targets], async_op: bool) -> Any:
+    """The end of a call whose collective writes fresh tensors, each for one or more targets."""
+    if not async_op:
+        return _settle(started, targets)
+    eager = not torch.compiler.is_compiling() and all(writes_directly(t, t) for t in started)
+    return SpreadingWork(started, targets) if eager else TracedWork(started, targets)
+
+
+def _settle(started: list[Tensor], targets: Sequence[Targets]) -> None:
+    for tensor, parts in zip(started, targets, strict=True):
+        values = _wait(tensor)
+        if len(parts) == 1:
+            (target,) = parts
+            if target is not tensor:
+                target.copy_(values.view(target.shape))
+        elif parts:
+            pieces = values.view(-1).split([part.numel() for part in parts])
+            for part, piece in zip(parts, pieces, strict=True):
+                part.copy_(piece.view(part.shape))
