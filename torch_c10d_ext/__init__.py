@@ -29,6 +29,7 @@ if _BUILT_WITH.split(".")[:2] != torch.__version__.split(".")[:2]:
 from torch_c10d_ext import _C as _C
 from torch_c10d_ext import _backends, _groups, _inductor, errors, functional
 from torch_c10d_ext._async import AsyncCollectiveTensor, pending_count, work_of
+from torch_c10d_ext.report import Compute, Link, communication_report
 
 _C.set_group_names_provider(_groups.known_names)
 _inductor.enable()
@@ -38,6 +39,9 @@ _backends.register()
 
 __all__ = [
     "AsyncCollectiveTensor",
+    "Compute",
+    "Link",
+    "communication_report",
     "errors",
     "functional",
     "pending_count",

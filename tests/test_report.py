@@ -1,0 +1,683 @@
+"""What communication_report says of graphs traced for 1,000 ranks in one process."""
+
+from __future__ import annotations
+
+import functools
+import io
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as torch_functional
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import torch_c10d_ext.functional as F
+from tests.harness.crew import crew
+from torch_c10d_ext import Compute, Link, communication_report
+from torch_c10d_ext.report import CollectiveCall, CommunicationReport
+
+WORLD = "0"  # the default group's name
+RING = [1, 2, 3, 4, 5, 6, 7, 0]
+
+# Round numbers: 5 us and 1 byte per ns.
+LINK = Link(latency=5e-6, bandwidth=1e9)
+
+Call = Callable[..., Any]
+
+
+def _join_big_world() -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1000)
+    _mesh()
+
+
+@functools.cache
+def _mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (125, 8), mesh_dim_names=("dp", "tp"))
+
+
+def _tp() -> str:
+    return str(_mesh().get_group("tp").group_name)
+
+
+def _dp() -> str:
+    return str(_mesh().get_group("dp").group_name)
+
+
+@pytest.fixture(scope="module")
+def big_world() -> Iterator[Call]:
+    """Calls a function of this module in a process that is rank 0 of 1,000."""
+    with crew(1, "gloo") as made:
+        made.run(_join_big_world)
+        yield lambda fn, *args: made.run(fn, *args)[0]
+
+
+def _report(f: Call, *inputs: Tensor, mode: str = "fake", **options: Any) -> CommunicationReport:
+    # Fake tensors: nothing runs. The fake process group cannot run every collective.
+    graph = make_fx(f, tracing_mode=mode)(*inputs)
+    return communication_report(graph, **{"link": LINK, **options})
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 6)
+
+
+# --- bytes ---------------------------------------------------------------------------------------
+
+
+def _expected_bytes() -> dict[str, tuple[Call, float]]:
+    """By op: a call on x of 128 bytes, shape (8, 4), and the bytes on 8 ranks, computed by hand."""
+    ops, tp = torch.ops.c10d_ext, _tp()
+    even, send, receive = [1] * 8, [1, 7, 0, 0, 0, 0, 0, 0], [1, 2, 3, 4, 0, 0, 0, 0]
+    out = torch.empty
+    return {
+        "all_reduce": (lambda x: ops.all_reduce(x, "sum", tp), 224),
+        "all_reduce_": (lambda x: ops.all_reduce_(x, "sum", tp), 224),
+        "all_reduce_out": (lambda x: ops.all_reduce_out(x, "sum", tp, out=out(8, 4)), 224),
+        "all_reduce_coalesced": (lambda x: ops.all_reduce_coalesced([x, x[:2]], "sum", tp), 280),
+        "all_reduce_coalesced_": (lambda x: ops.all_reduce_coalesced_([x], "sum", tp), 224),
+        "all_gather_into_tensor": (lambda x: ops.all_gather_into_tensor(x, 8, tp), 896),
+        "all_gather_into_tensor_out": (
+            lambda x: ops.all_gather_into_tensor_out(x, 8, tp, out=out(64, 4)),
+            896,
+        ),
+        "all_gather_into_tensor_coalesced": (
+            lambda x: ops.all_gather_into_tensor_coalesced([x, x[:2]], 8, tp),
+            1120,
+        ),
+        # Of 16 rows, 8 are this rank's.
+        "all_gather": (lambda x: ops.all_gather(x, [8, 1, 2, 3, 0, 0, 0, 2], tp), 128),
+        "reduce_scatter_tensor": (lambda x: ops.reduce_scatter_tensor(x, "sum", 8, tp), 112),
+        "reduce_scatter_tensor_out": (
+            lambda x: ops.reduce_scatter_tensor_out(x, "sum", 8, tp, out=out(1, 4)),
+            112,
+        ),
+        "reduce_scatter_tensor_coalesced": (
+            lambda x: ops.reduce_scatter_tensor_coalesced([x, x], "sum", 8, tp),
+            224,
+        ),
+        # Of 8 rows, 3 are this rank's.
+        "reduce_scatter": (
+            lambda x: ops.reduce_scatter(x, "sum", [3, 5, 0, 0, 0, 0, 0, 0], tp),
+            80,
+        ),
+        # 7 rows leave, 9 arrive.
+        "all_to_all_single": (lambda x: ops.all_to_all_single(x, receive, send, tp), 144),
+        "all_to_all_single_out": (
+            lambda x: ops.all_to_all_single_out(x, even, even, tp, out=out(8, 4)),
+            112,
+        ),
+        "broadcast": (lambda x: ops.broadcast(x, 1, tp), 128),
+        "broadcast_": (lambda x: ops.broadcast_(x, 1, tp), 128),
+        "broadcast_coalesced": (lambda x: ops.broadcast_coalesced([x, x[:2]], 1, tp), 160),
+        "broadcast_coalesced_": (lambda x: ops.broadcast_coalesced_([x], 1, tp), 128),
+        "reduce": (lambda x: ops.reduce(x, "sum", 1, tp), 128),
+        "reduce_": (lambda x: ops.reduce_(x, "sum", 1, tp), 128),
+        "gather": (lambda x: ops.gather(x, 1, tp), 896),
+        "scatter": (lambda x: ops.scatter(x[:0], 1, tp, size=2), 224),
+        "permute_tensor": (lambda x: ops.permute_tensor(x, RING, tp), 128),
+        # 160 bytes leave, 128 arrive.
+        "batch_isend_irecv": (
+            lambda x: ops.batch_isend_irecv(
+                [x, x, x[:2]], [1, 2, 3], [False, True, True], [0, 0, 0], tp
+            ),
+            160,
+        ),
+    }
+
+
+def _bytes_of_every_op() -> None:
+    cases = _expected_bytes()
+    names = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
+    ours = {name for space, name in names if space == "c10d_ext"}
+    assert ours - set(cases) == {"wait_tensor", "copy_to_group", "reduce_from_group"}
+    for name in sorted(ours & set(cases)):
+        call, wire_bytes = cases[name]
+        (row,) = _report(call, torch.zeros(8, 4)).calls
+        got = (row.op, row.group, row.ranks, row.wire_bytes, row.dtype)
+        assert got == (name, _tp(), 8, wire_bytes, "float32"), name
+        assert _us(row.seconds) == 5 + wire_bytes / 1e3, name
+
+
+def test_bytes_of_every_op(big_world: Call) -> None:
+    big_world(_bytes_of_every_op)
+
+
+def _bytes_of_torchs_ops() -> None:
+    ops, tp = torch.ops._c10d_functional, _tp()
+    even = [1] * 8
+    cases: list[tuple[Call, float]] = [
+        (lambda x: ops.all_reduce(x, "sum", tp), 224),
+        (lambda x: ops.all_reduce_(x, "sum", tp), 224),
+        (lambda x: ops.all_reduce_coalesced([x, x[:2]], "sum", tp), 280),
+        (lambda x: ops.all_gather_into_tensor(x, 8, tp), 896),
+        (lambda x: ops.all_gather_into_tensor_out(x, 8, tp, out=torch.empty(64, 4)), 896),
+        (lambda x: ops.all_gather_into_tensor_coalesced([x, x[:2]], 8, tp), 1120),
+        (lambda x: ops.reduce_scatter_tensor(x, "sum", 8, tp), 112),
+        (lambda x: ops.reduce_scatter_tensor_coalesced([x, x], "sum", 8, tp), 224),
+        (lambda x: ops.all_to_all_single(x, even, even, tp), 112),
+        (lambda x: ops.broadcast(x, 1, tp), 128),
+    ]
+    if hasattr(ops, "batch_p2p_ops"):  # torch 2.13
+        ways, peers = ["irecv", "isend", "isend"], [1, 2, 3]
+        cases += [
+            (lambda x: ops.isend(x, 1, 0, tp), 128),
+            (lambda x: ops.irecv(x, 1, 0, tp), 128),
+            (lambda x: ops.batch_p2p_ops(ways, peers, [0, 0, 0], [x, x, x[:2]], tp), 160),
+        ]
+    for call, wire_bytes in cases:
+        (row,) = _report(call, torch.zeros(8, 4)).calls
+        assert (row.group, row.wire_bytes) == (tp, wire_bytes), row
+
+
+def test_bytes_of_torchs_ops(big_world: Call) -> None:
+    big_world(_bytes_of_torchs_ops)
+
+
+def _bytes_depend_on_the_group_and_the_dtype() -> None:
+    ops, x = torch.ops.c10d_ext, torch.zeros(500, dtype=torch.bfloat16)
+    (row,) = _report(lambda x: ops.all_reduce(x, "sum", WORLD), x).calls
+    assert (row.label, row.ranks, row.wire_bytes) == (WORLD, 1000, 1998)
+    assert (row.dtype, row.shape) == ("bfloat16", "(500,)")
+    alone = str(dist.new_group([0]).group_name)
+    (row,) = _report(lambda x: ops.broadcast(x, 0, alone), x).calls
+    assert (row.ranks, row.wire_bytes) == (1, 0)
+    (row,) = _report(lambda x: ops.permute_tensor(x, list(range(8)), _tp()), x).calls
+    assert (row.label, row.wire_bytes) == (f"{_tp()} mesh_tp", 0)
+
+
+def test_bytes_depend_on_the_group_and_the_dtype(big_world: Call) -> None:
+    big_world(_bytes_depend_on_the_group_and_the_dtype)
+
+
+# --- every way to trace --------------------------------------------------------------------------
+
+
+class _Block(torch.nn.Module):
+    """A tensor-parallel block that calls every functional collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tp, self.dp = _mesh()["tp"], _mesh()["dp"]
+        self.columns = torch.nn.Parameter(torch.ones(4, 4))
+        self.rows = torch.nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tp, dp = self.tp, self.dp
+        uneven = [16] + [1] * 7
+        h = F.all_gather_single(x, 0, tp)
+        h = torch.relu(h @ self.columns) @ self.rows
+        h = F.reduce_scatter_single(h, "sum", 0, tp)
+        h = F.all_to_all_single(h, None, None, tp)
+        h = F.reduce_from_group(F.copy_to_group(h, tp).sin(), tp)
+        h = F.broadcast(h, 0, tp)
+        h = F.permute_tensor(h, RING, tp)
+        h = F.all_reduce(h, "avg", dp)
+        h = F.reduce(h, "sum", 0, dp)
+        h = F.scatter(F.gather(h, 0, tp), 0, tp)
+        h = F.reduce_scatter(F.all_gather(h, uneven, tp), "sum", uneven, tp)
+        hs = F.all_reduce_coalesced([h, h.sum(0)], "sum", dp)
+        hs = F.broadcast_coalesced(hs, 0, dp)
+        hs = F.all_gather_single_coalesced(hs, tp)
+        hs = F.reduce_scatter_single_coalesced(hs, "sum", [0, 0], tp)
+        return (hs[0] * hs[1]).sum()
+
+
+# What the block moves for x of 256 bytes, shape (16, 4), by hand.
+_FORWARD = [
+    ("all_gather_into_tensor", "tp", 1792),
+    ("reduce_scatter_tensor", "tp", 1792),
+    ("all_to_all_single", "tp", 224),
+    ("all_reduce", "tp", 448),  # reduce_from_group
+    ("broadcast", "tp", 256),
+    ("permute_tensor", "tp", 256),
+    ("all_reduce", "dp", 507.904),
+    ("reduce", "dp", 256),
+    ("gather", "tp", 1792),
+    ("scatter", "tp", 1792),
+    ("all_gather", "tp", 112),
+    ("reduce_scatter", "tp", 112),
+    ("all_reduce_coalesced", "dp", 539.648),
+    ("broadcast_coalesced", "dp", 272),
+    ("all_gather_into_tensor_coalesced", "tp", 1904),
+    ("reduce_scatter_tensor_coalesced", "tp", 1904),
+]
+# Its gradient: the adjoints, last first.
+_BACKWARD = [
+    ("all_gather_into_tensor_coalesced", "tp", 1904),
+    ("reduce_scatter_tensor_coalesced", "tp", 1904),
+    ("reduce", "dp", 256),  # broadcast_coalesced, one by one
+    ("reduce", "dp", 16),
+    ("all_reduce_coalesced", "dp", 539.648),
+    ("all_gather", "tp", 112),
+    ("reduce_scatter", "tp", 112),
+    ("gather", "tp", 1792),
+    ("scatter", "tp", 1792),
+    ("broadcast", "dp", 256),
+    ("all_reduce_coalesced", "dp", 507.904),  # all_reduce
+    ("permute_tensor", "tp", 256),
+    ("reduce", "tp", 256),
+    ("all_reduce", "tp", 448),  # copy_to_group
+    ("all_to_all_single", "tp", 224),
+    ("all_gather_into_tensor", "tp", 1792),
+    ("reduce_scatter_tensor", "tp", 1792),
+]
+
+
+def _table(report: CommunicationReport) -> list[tuple[str, str, float]]:
+    groups = {_tp(): "tp", _dp(): "dp"}
+    # Where tracers stop above autograd, the Megatron pair is still in one piece.
+    alike = {"reduce_from_group": "all_reduce"}
+    return [(alike.get(c.op, c.op), groups[c.group], c.wire_bytes) for c in report.calls]
+
+
+def _every_way_to_trace() -> None:
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    block, x = _Block(), torch.ones(16, 4, requires_grad=True)
+    parameters = dict(block.named_parameters())
+
+    def step(x: Tensor, parameters: dict[str, Tensor]) -> Any:
+        loss = torch.func.functional_call(block, parameters, (x,))
+        return torch.autograd.grad(loss, [x, *parameters.values()])
+
+    joint = make_fx(step, tracing_mode="fake")(x, parameters)
+    exported = torch.export.export(block, (x,), strict=True)
+    file = io.BytesIO()
+    torch.export.save(exported, file)
+    file.seek(0)
+    loaded = torch.export.load(file)
+    captured: list[GraphModule] = []
+
+    def keep(gm: GraphModule, _: Any) -> Any:
+        captured.append(gm)
+        results = [node.meta["val"] for node in gm.graph.output_node().args[0]]
+        return make_boxed_func(lambda *_: [torch.zeros_like(r, device="cpu") for r in results])
+
+    def keep_dynamos(gm: GraphModule, _: Any) -> Any:
+        captured.append(gm)
+        return lambda *_: [torch.zeros(())]
+
+    torch.compile(block, backend=keep_dynamos, fullgraph=True)(x)
+    backend = aot_autograd(
+        fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition
+    )
+    torch.compile(block, backend=backend, fullgraph=True)(x).backward()
+    dynamo, forward, backward = captured
+
+    for graph in (exported, loaded, dynamo, dynamo.graph, forward):
+        report = communication_report(graph)
+        assert _table(report) == _FORWARD
+        assert all(call.waited and not call.overlapped for call in report.calls)
+    assert _table(communication_report(backward)) == _BACKWARD
+    assert Counter(_table(communication_report(joint))) == Counter(_FORWARD + _BACKWARD)
+
+
+def test_every_way_to_trace(big_world: Call) -> None:
+    big_world(_every_way_to_trace)
+
+
+def _dynamos_graphs() -> None:
+    """Methods, functions, in-place calls and nested graphs, none of which have schemas."""
+    ops, tp, captured = torch.ops.c10d_ext, _tp(), []
+
+    def keep(gm: GraphModule, _: Any) -> Any:
+        captured.append(gm)
+        return lambda *_: [torch.zeros(())]
+
+    def inner(y: Tensor) -> Tensor:
+        return F.all_reduce(y, "sum", tp).exp()
+
+    def step(x: Tensor) -> Tensor:
+        y = x * 2
+        ops.broadcast_(y, 0, tp)
+        z = torch.sin(x.view(4, 8).t()[1:])  # one computation
+        z.mul_(2)  # another
+        ops.wait_tensor(y)
+        y = torch.utils.checkpoint.checkpoint(inner, y, use_reentrant=False)
+        return y.sum() + torch.nn.functional.linear(z, z).sum()
+
+    x = torch.zeros(8, 4, requires_grad=True)
+    with torch.no_grad():
+        torch.compile(step, backend=keep, fullgraph=True)(x)
+    calls = communication_report(captured[0]).calls
+    assert [(c.op, c.compute_ops, c.waited) for c in calls] == [
+        ("broadcast_", 2, True),
+        ("all_reduce", 0, True),
+    ]
+
+
+def test_dynamos_graphs(big_world: Call) -> None:
+    big_world(_dynamos_graphs)
+
+
+def _torchs_functional_collectives() -> None:
+    def step(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch_functional.all_reduce(x, "sum", (_mesh(), 1))
+        z = x.sin()
+        return y + 1, z
+
+    (call,) = _report(step, torch.zeros(8, 4)).calls
+    assert (call.op, call.wire_bytes, call.waited) == ("all_reduce", 224, True)
+
+
+def test_torchs_functional_collectives(big_world: Call) -> None:
+    big_world(_torchs_functional_collectives)
+
+
+# --- overlap -------------------------------------------------------------------------------------
+
+
+def _timed(f: Call, **options: Any) -> CommunicationReport:
+    """Of `f` on 5000 bytes, which a broadcast moves in 10 us; each computation takes 3 us."""
+    return _report(f, torch.zeros(1250), compute=lambda _: 3e-6, **options)
+
+
+def _overlap_is_what_stands_between_start_and_wait() -> None:
+    ops, tp = torch.ops.c10d_ext, _tp()
+
+    def hidden_in_part(x: Tensor) -> Tensor:
+        y = ops.broadcast(x, 0, tp)
+        z = x.sin().view(25, 50).t().cos()
+        torch.empty_like(z)
+        return ops.wait_tensor(y.view(25, 50)).t() + z
+
+    report = _timed(hidden_in_part)
+    (call,) = report.calls
+    assert (call.compute_ops, call.overlapped, call.waited) == (2, True, True)
+    assert (_us(call.start), _us(call.seconds), _us(call.hidden)) == (0, 10, 6)
+    assert [(_us(start), _us(end)) for start, end in report.busy] == [(0, 6), (10, 13)]
+    assert _us(report.seconds) == 13
+
+    def not_hidden(x: Tensor) -> Tensor:
+        y = ops.wait_tensor(ops.broadcast(x.sin(), 0, tp))
+        return y + x.cos()
+
+    (call,) = _timed(not_hidden).calls
+    assert (call.compute_ops, call.overlapped) == (0, False)
+    assert (_us(call.start), _us(call.hidden)) == (3, 0)
+
+    def hidden(x: Tensor) -> Tensor:
+        y = ops.broadcast(x, 0, tp)
+        z = x.sin().cos().sin().cos()
+        return ops.wait_tensor(y) + z
+
+    report = _timed(hidden)
+    assert (report.calls[0].compute_ops, _us(report.calls[0].hidden)) == (4, 10)
+    assert _us(report.seconds) == 15
+
+
+def test_overlap_is_what_stands_between_start_and_wait(big_world: Call) -> None:
+    big_world(_overlap_is_what_stands_between_start_and_wait)
+
+
+def _a_group_does_one_collective_at_a_time() -> None:
+    ops, tp, dp = torch.ops.c10d_ext, _tp(), _dp()
+
+    def step(x: Tensor) -> list[Tensor]:
+        in_flight = [ops.broadcast(x, 0, tp), ops.broadcast(x, 1, tp), ops.broadcast(x, 0, dp)]
+        z = x.sin()
+        return [z, *map(ops.wait_tensor, in_flight)]
+
+    report = _timed(step)
+    assert [_us(call.start) for call in report.calls] == [0, 10, 0]
+    assert [_us(call.hidden) for call in report.calls] == [3, 0, 3]
+    assert _us(report.seconds) == 20
+    # A cheaper link for one group, by any name of it.
+    for group in (tp, _mesh()["tp"], _mesh().get_group("tp")):
+        report = _timed(step, links={group: Link(latency=1e-6, bandwidth=5e9)})
+        assert [_us(call.seconds) for call in report.calls] == [2, 2, 10]
+
+
+def test_a_group_does_one_collective_at_a_time(big_world: Call) -> None:
+    big_world(_a_group_does_one_collective_at_a_time)
+
+
+def _waits_are_found() -> None:
+    """In place by way of a view, into `out`, of a list's first result, and none at all."""
+    ops, tp = torch.ops.c10d_ext, _tp()
+
+    def step(x: Tensor) -> Any:
+        y, out = x * 2, torch.empty_like(x)
+        ops.broadcast_(y.view(25, 50), 0, tp)
+        y.sin()
+        ops.wait_tensor(y)
+        ops.all_reduce_out(x, "sum", tp, out=out)
+        ops.wait_tensor(out)
+        first, second = ops.broadcast_coalesced([x, x], 0, tp)
+        y.sin()
+        first = ops.wait_tensor(first)
+        y.sin()
+        return first, ops.wait_tensor(second), ops.broadcast(x, 0, tp), y.sin()
+
+    for mode in ("fake", "real", "symbolic"):
+        report = _timed(step, mode=mode)
+        assert [(call.op, call.compute_ops, call.waited) for call in report.calls] == [
+            ("broadcast_", 1, True),
+            ("all_reduce_out", 0, True),
+            ("broadcast_coalesced", 1, True),
+            ("broadcast", 1, False),
+        ]
+        assert _us(report.seconds) == _us(report.calls[-1].start + report.calls[-1].seconds)
+
+
+def test_waits_are_found(big_world: Call) -> None:
+    big_world(_waits_are_found)
+
+
+def _computation_costs_its_bytes_or_its_flops() -> None:
+    def seconds(f: Call, *inputs: Tensor, flops: float = 1e10) -> float:
+        compute = Compute(memory_bandwidth=1e9, flops=flops)
+        return _us(_report(f, *inputs, compute=compute).seconds)
+
+    a, b, row = torch.zeros(64, 64), torch.zeros(64, 64), torch.zeros(64)
+    assert seconds(torch.sin, a) == 32.768  # 2 x 16384 bytes
+    assert seconds(torch.mm, a, b) == 52.4288  # 2 x 64 x 64 x 64 flops
+    assert seconds(torch.mm, a, b, flops=1e12) == 49.152  # 3 x 16384 bytes
+    assert seconds(torch.addmm, row, a[:, :32], b[:32]) == 33.024
+    assert seconds(torch.addmm, row, a[:, :32], b[:32], flops=1e9) == 262.144
+    assert seconds(torch.bmm, a[None], b[None]) == 52.4288
+
+
+def test_computation_costs_its_bytes_or_its_flops(big_world: Call) -> None:
+    big_world(_computation_costs_its_bytes_or_its_flops)
+
+
+# --- symbolic shapes -----------------------------------------------------------------------------
+
+
+class _Symbolic(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.all_reduce(x.sin(), "sum", _tp())
+
+
+def _symbolic_shapes() -> None:
+    x = torch.zeros(8, 4)
+    rows = torch.export.Dim("rows", min=2)
+    exported = torch.export.export(_Symbolic(), (x,), dynamic_shapes=({0: rows},))
+    traced = make_fx(lambda x: F.all_reduce(x.sin(), "sum", _tp()), tracing_mode="symbolic")(x)
+    for graph, column in ((exported, "4"), (traced, r"s\d+")):
+        report = communication_report(graph, link=LINK)
+        (call,) = report.calls
+        names = re.fullmatch(rf"\((s\d+), ({column})\)", call.shape)
+        assert names, call.shape
+        assert names[1] in call.wire
+        assert (call.wire_bytes, _us(call.seconds)) == (224, 5.224)
+        assert f"{call.wire} = 224  " in str(report)
+        (call,) = communication_report(graph, link=LINK, sizes={names[1]: 1000}).calls
+        assert (call.wire_bytes, _us(call.seconds)) == (28000, 33)
+        with pytest.raises(ValueError, match=f"got nope; there is {names[1]}"):
+            communication_report(graph, sizes={"nope": 1})
+
+
+def test_symbolic_shapes(big_world: Call) -> None:
+    big_world(_symbolic_shapes)
+
+
+class _Routing(torch.nn.Module):
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        rows: list[int] = counts.tolist()
+        for count in rows:
+            torch._check(count >= 0)
+        return F.all_to_all_single(x, rows, rows, _tp())
+
+
+def _sizes_that_depend_on_data() -> None:
+    graph = torch.export.export(_Routing(), (torch.zeros(8, 4), torch.ones(8, dtype=torch.int64)))
+    needs = "sizes must hold a value for every size that depends on data, got none for u"
+    with pytest.raises(ValueError, match=needs) as caught:
+        communication_report(graph)
+    names = re.findall(r"u\d+", str(caught.value).split(";")[0])
+    # The row that stays is not on the wire.
+    sizes = dict.fromkeys(names, 2)
+    (call,) = communication_report(graph, sizes=sizes).calls
+    assert (len(names), call.wire_bytes) == (7, 7 * 2 * 16)
+
+
+def test_sizes_that_depend_on_data(big_world: Call) -> None:
+    big_world(_sizes_that_depend_on_data)
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+
+def _refuses_graphs_it_cannot_read() -> None:
+    traced = make_fx(lambda x: torch.ops.c10d_ext.all_reduce(x, "sum", _tp()))(torch.zeros(4))
+    start = traced.graph.find_nodes(
+        op="call_function", target=torch.ops.c10d_ext.all_reduce.default
+    )[0]
+    start.args = (*start.args[:2], "nope")
+    with pytest.raises(ValueError, match="got 'nope'") as caught:
+        communication_report(traced)
+    assert _tp() in str(caught.value)
+    start.args = (*start.args[:2], _tp())
+    with pytest.raises(ValueError, match="got 'nope'"):
+        communication_report(traced, links={"nope": Link()})
+    del start.args[0].meta["val"]
+    with pytest.raises(ValueError, match=r'meta\["val"\] .*, got x_1 without, of all_reduce'):
+        communication_report(traced)
+
+
+def test_refuses_graphs_it_cannot_read(big_world: Call) -> None:
+    big_world(_refuses_graphs_it_cannot_read)
+
+
+def test_refuses_graphs_without_tensors() -> None:
+    graph = torch.fx.symbolic_trace(lambda x: x + 1)
+    with pytest.raises(ValueError, match=r'tensors in meta\["val"\] or .*, got 3 nodes without'):
+        communication_report(graph)
+
+
+def test_refuses_what_is_no_graph() -> None:
+    text = "graph must be a torch.fx.GraphModule, torch.fx.Graph or ExportedProgram, got function"
+    with pytest.raises(TypeError, match=text):
+        communication_report(lambda x: x)
+
+
+def test_refuses_costs_without_meaning() -> None:
+    with pytest.raises(ValueError, match="got latency -1 and bandwidth 1"):
+        Link(latency=-1, bandwidth=1)
+    with pytest.raises(ValueError, match="got latency 0 and bandwidth 0"):
+        Link(latency=0, bandwidth=0)
+    with pytest.raises(ValueError, match="got memory_bandwidth 1 and flops 0"):
+        Compute(memory_bandwidth=1, flops=0)
+
+
+# --- the table and the picture -------------------------------------------------------------------
+
+
+def _call(**fields: Any) -> CollectiveCall:
+    values: dict[str, Any] = dict(
+        node="all_reduce", op="all_reduce", group="9", label="9 tp", ranks=8
+    )
+    values |= dict(shape="(8, 4)", dtype="float32", wire="224", wire_bytes=224.0)
+    values |= dict(start=0.0, seconds=10e-6, compute_ops=2, hidden=6e-6, waited=True)
+    return CollectiveCall(**(values | fields))
+
+
+def _two_groups() -> CommunicationReport:
+    gather = _call(
+        node="gather",
+        op="gather",
+        group="0",
+        label="0 a<b&c",
+        ranks=1000,
+        shape="(s7, 4)",
+        wire="16*s7",
+        wire_bytes=128.0,
+        start=10e-6,
+        seconds=30e-6,
+        compute_ops=0,
+        hidden=0.0,
+        waited=False,
+    )
+    again = _call(node="all_reduce_1", start=20e-6, seconds=5e-6, compute_ops=1, hidden=0.0)
+    return CommunicationReport((_call(), gather, again), ((0.0, 6e-6), (25e-6, 28e-6)), 40e-6)
+
+
+TABLE = """\
+op          group    ranks  input             wire bytes  comm us  hidden us  overlapped
+all_reduce  9 tp         8  float32 (8, 4)           224     10.0        6.0  2 ops
+gather      0 a<b&c   1000  float32 (s7, 4)  16*s7 = 128     30.0        0.0  no, never waited
+all_reduce  9 tp         8  float32 (8, 4)           224      5.0        0.0  1 op
+
+total op    group    calls  wire bytes  comm us  hidden us
+all_reduce  9 tp         2         448     15.0        6.0
+gather      0 a<b&c      1         128     30.0        0.0
+
+step 40.0 us: 9.0 computing, 31.0 waiting
+communication 45.0 us: 6.0 hidden by computation
+"""
+
+
+def test_table() -> None:
+    assert f"{_two_groups()}\n" == TABLE
+
+
+def test_table_without_collectives() -> None:
+    report = CommunicationReport((), (), 0.0)
+    assert str(report).startswith("op  group  ranks")
+    assert not _rects(report, "collective")
+
+
+def _rects(report: CommunicationReport, kind: str) -> list[ET.Element]:
+    root = ET.fromstring(report.svg())
+    return [r for r in root.iter("{http://www.w3.org/2000/svg}rect") if r.get("class") == kind]
+
+
+def test_picture_has_a_bar_for_each_collective() -> None:
+    report = _two_groups()
+    bars = [tuple(float(r.attrib[k]) for k in ("x", "width")) for r in _rects(report, "collective")]
+    # 40 us are 1000 wide.
+    assert bars == [(140, 250), (390, 750), (640, 125)]
+    rows = [float(r.attrib["y"]) for r in _rects(report, "collective")]
+    assert rows[0] == rows[2] < rows[1]
+    waits = [(float(r.attrib["x"]), float(r.attrib["width"])) for r in _rects(report, "wait")]
+    assert waits == [(290, 475), (840, 300)]
+    assert len(_rects(report, "compute")) == 2
+    texts = "".join(ET.fromstring(report.svg()).itertext())
+    for text in ("0 a<b&c", "9 tp", "collectives: 3, step: 40.0 us", "16*s7 = 128"):
+        assert text in texts
+
+
+def test_save(tmp_path: Path) -> None:
+    report = _two_groups()
+    report.save(tmp_path / "step.svg")
+    report.save(str(tmp_path / "step.txt"))
+    assert (tmp_path / "step.svg").read_text(encoding="utf-8") == report.svg()
+    assert (tmp_path / "step.txt").read_text(encoding="utf-8") == f"{report}\n"
+    with pytest.raises(ValueError, match="path must end in .svg or .txt, got step.png"):
+        report.save(tmp_path / "step.png")

@@ -1,0 +1,729 @@
+"""What a traced graph communicates, and what of it computation hides: a table and a timeline."""
+
+from __future__ import annotations
+
+import html
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from torch_c10d_ext._groups import group_name, process_group
+
+__all__ = ["CollectiveCall", "CommunicationReport", "Compute", "Link", "communication_report"]
+
+_NAMESPACES = ("c10d_ext", "_c10d_functional", "_c10d_functional_autograd")
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a collective costs: ``latency + wire bytes / bandwidth``.
+
+    Args:
+        latency: seconds per call, whatever its size. The model adds nothing for each rank: give a
+            group of many ranks a larger latency.
+        bandwidth: bytes per second into, and at the same time out of, one rank.
+    """
+
+    latency: float = 10e-6
+    bandwidth: float = 50e9
+
+    def __post_init__(self) -> None:
+        if not (self.latency >= 0 and self.bandwidth > 0):
+            raise ValueError(
+                "Link: latency must be 0 or more and bandwidth positive, got latency "
+                f"{self.latency} and bandwidth {self.bandwidth}"
+            )
+
+
+@dataclass(frozen=True)
+class Compute:
+    """What a computation costs: ``max(bytes moved / memory_bandwidth, operations / flops)``.
+
+    The roofline model (Williams, Waterman and Patterson 2009). Inputs and results are moved once.
+    Operations are counted in products of matrices alone: 2 × elements of the result × length of
+    the contracted dimension.
+
+    Args:
+        memory_bandwidth: bytes per second.
+        flops: floating-point operations per second.
+    """
+
+    memory_bandwidth: float = 3e12
+    flops: float = 400e12
+
+    def __post_init__(self) -> None:
+        if not (self.memory_bandwidth > 0 and self.flops > 0):
+            raise ValueError(
+                "Compute: memory_bandwidth and flops must be positive, got memory_bandwidth "
+                f"{self.memory_bandwidth} and flops {self.flops}"
+            )
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """One collective of a graph. Times are in seconds, the first node starting at 0.
+
+    Attributes:
+        node: the name of the graph's node.
+        op: the op without its namespace, ``"all_reduce"`` say.
+        group: the group's registered name.
+        label: that name, and what the group's creator calls it: ``"9 mesh_tp"``.
+        ranks: the size of the group.
+        shape: the input's, or those of a list of inputs; sizes may be expressions.
+        dtype: the input's.
+        wire: the bytes that cross the busiest rank's link, as an expression of symbolic sizes.
+        wire_bytes: their number.
+        start: when the transfer begins: when it is called, or when the group is free.
+        seconds: how long the transfer lasts.
+        compute_ops: how many computations stand between the call and its first wait.
+        hidden: for how much of the transfer one of them runs.
+        waited: whether the graph waits for it. Else a wait is assumed at the end.
+    """
+
+    node: str
+    op: str
+    group: str
+    label: str
+    ranks: int
+    shape: str
+    dtype: str
+    wire: str
+    wire_bytes: float
+    start: float
+    seconds: float
+    compute_ops: int
+    hidden: float
+    waited: bool
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether there is anything to compute before the wait."""
+        return self.compute_ops > 0
+
+
+@dataclass(frozen=True)
+class CommunicationReport:
+    """The collectives of a graph, in order; ``str`` makes a table of them.
+
+    Attributes:
+        calls: one entry per collective.
+        busy: when the rank computes, as (start, end) in seconds.
+        seconds: when the graph is done.
+    """
+
+    calls: tuple[CollectiveCall, ...]
+    busy: tuple[tuple[float, float], ...]
+    seconds: float
+
+    def __str__(self) -> str:
+        rows = [
+            [
+                call.op,
+                call.label,
+                f"{call.ranks}",
+                f"{call.dtype} {call.shape}",
+                _count(call.wire, call.wire_bytes),
+                _us(call.seconds),
+                _us(call.hidden),
+                _overlap(call),
+            ]
+            for call in self.calls
+        ]
+        together: dict[tuple[str, str], list[CollectiveCall]] = {}
+        for call in self.calls:
+            together.setdefault((call.op, call.label), []).append(call)
+        totals = [
+            [
+                *key,
+                f"{len(calls)}",
+                f"{sum(call.wire_bytes for call in calls):,.0f}",
+                _us(sum(call.seconds for call in calls)),
+                _us(sum(call.hidden for call in calls)),
+            ]
+            for key, calls in together.items()
+        ]
+        computing = sum(end - start for start, end in self.busy)
+        communicating = sum(call.seconds for call in self.calls)
+        hidden = sum(call.hidden for call in self.calls)
+        waiting = self.seconds - computing
+        return "\n".join(
+            [
+                *_aligned(_HEAD, rows, "llrlrrrl"),
+                "",
+                *_aligned(_TOTALS, totals, "llrrrr"),
+                "",
+                f"step {_us(self.seconds)} us: {_us(computing)} computing, {_us(waiting)} waiting",
+                f"communication {_us(communicating)} us: {_us(hidden)} hidden by computation",
+            ]
+        )
+
+    def svg(self) -> str:
+        """The timeline as the text of an SVG file: computation above, then a lane per group."""
+        lanes = list(dict.fromkeys(call.label for call in self.calls))
+        ops = list(dict.fromkeys(call.op for call in self.calls))
+        left = max(140, 20 + 7 * max(map(len, lanes), default=0))
+        width, lane, top = 1000, 34, 40
+        scale = width / (self.seconds or 1)
+        below = top + lane * (1 + len(lanes))
+        legend = -(-len(ops) // 4)
+        right, height = left + width + 40, below + 44 + 20 * legend
+        font = 'font-family="sans-serif" font-size="12"'
+
+        def bar(kind: str, row: int, start: float, seconds: float, color: str, text: str) -> str:
+            # At least a pixel, so that every collective is seen.
+            return (
+                f'<rect class="{kind}" x="{left + start * scale:.2f}" y="{top + lane * row + 4}" '
+                f'width="{max(seconds * scale, 1):.2f}" height="{lane - 8}" fill="{color}">'
+                f"<title>{html.escape(text)}</title></rect>"
+            )
+
+        def label(x: float, y: float, text: str, anchor: str = "start") -> str:
+            return f'<text x="{x:.2f}" y="{y}" text-anchor="{anchor}">{html.escape(text)}</text>'
+
+        parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{right}" height="{height}" {font}>',
+            '<rect width="100%" height="100%" fill="white"/>',
+            label(left, 20, f"collectives: {len(self.calls)}, step: {_us(self.seconds)} us"),
+        ]
+        for row, name in enumerate(["compute", *lanes]):
+            parts.append(label(left - 10, top + lane * row + 21, name, "end"))
+        tick = _tick(self.seconds)
+        for i in range(math.floor(self.seconds / tick) + 1):
+            x = left + i * tick * scale
+            parts.append(f'<path d="M{x:.2f} {top}V{below}" stroke="#ddd"/>')
+            parts.append(label(x, below + 16, f"{_us(i * tick)} us", "middle"))
+        ends = [0.0, *(end for _, end in self.busy)]
+        starts = [*(start for start, _ in self.busy), self.seconds]
+        for end, start in zip(ends, starts, strict=True):
+            if start - end > 1e-12:
+                text = f"waits {_us(start - end)} us"
+                parts.append(bar("wait", 0, end, start - end, "#f4c7c3", text))
+        for start, end in self.busy:
+            text = f"computes {_us(end - start)} us"
+            parts.append(bar("compute", 0, start, end - start, "#9aa0a6", text))
+        for call in self.calls:
+            text = (
+                f"{call.node}: {call.op} {call.shape} {call.dtype}, group {call.label} of "
+                f"{call.ranks} ranks, {_count(call.wire, call.wire_bytes)} bytes, "
+                f"{_us(call.seconds)} us, {_us(call.hidden)} us hidden"
+            )
+            color = _COLORS[ops.index(call.op) % len(_COLORS)]
+            row = 1 + lanes.index(call.label)
+            parts.append(bar("collective", row, call.start, call.seconds, color, text))
+        for i, op in enumerate(ops):
+            x, y = left + 250 * (i % 4), below + 40 + 20 * (i // 4)
+            color = _COLORS[i % len(_COLORS)]
+            parts.append(f'<circle cx="{x + 5}" cy="{y - 4}" r="5" fill="{color}"/>')
+            parts.append(label(x + 16, y, op))
+        return "\n".join([*parts, "</svg>", ""])
+
+    def save(self, path: str | Path) -> None:
+        """Writes the timeline to a file named ``*.svg``, the table to one named ``*.txt``."""
+        path = Path(path)
+        if path.suffix not in (".svg", ".txt"):
+            raise ValueError(f"save: path must end in .svg or .txt, got {path.name}")
+        path.write_text(self.svg() if path.suffix == ".svg" else f"{self}\n", encoding="utf-8")
+
+
+def communication_report(
+    graph: Any,
+    *,
+    link: Link = Link(),
+    links: Mapping[Any, Link] | None = None,
+    compute: Compute | Callable[[Node], float] = Compute(),
+    sizes: Mapping[str, int] | None = None,
+) -> CommunicationReport:
+    """Lists the collectives of a traced graph: what each moves, what it costs, what hides it.
+
+    Collectives are the ops of this package and of ``torch.distributed._functional_collectives``.
+    Nothing runs where fake or meta tensors were traced, so a world of 1,000 ranks needs one
+    process, with torch's fake process group, and no memory.
+
+    Wire bytes are those that cross one rank's link in one direction, at the busiest rank; B are an
+    input's bytes on a group of n ranks (Thakur, Rabenseifner and Gropp 2005; rings):
+
+    ====================================  ======================================================
+    ``all_reduce``                        2 (n - 1) / n B
+    ``all_gather_into_tensor``            (n - 1) B
+    ``all_gather``                        the result without this rank's rows
+    ``reduce_scatter_tensor``             (n - 1) / n B
+    ``reduce_scatter``                    B without this rank's result
+    ``all_to_all_single``                 what goes to, or comes from, other ranks: the larger
+    ``broadcast``, ``reduce``             B
+    ``gather``                            (n - 1) B
+    ``scatter``                           n - 1 times the result
+    ``permute_tensor``                    B, or 0 where every rank keeps its own
+    ``isend``, ``irecv``                  B
+    a batch of them                       what is sent, or received: the larger
+    in place, ``out``, lists              as the op, summed over the list
+    ====================================  ======================================================
+
+    Times come from a model: nodes run in the graph's order on one stream; a collective starts when
+    it is called and the group's earlier ones are done, so groups have links of their own; a wait
+    lasts until its collective is done. Views and allocations are free.
+
+    Args:
+        graph: a ``torch.fx.GraphModule``, a ``torch.fx.Graph`` or an ``ExportedProgram``, as
+            make_fx, torch.export, Dynamo and AOTAutograd make them. The groups it names must
+            exist. A nested graph (a loop's body, each branch, a checkpointed region) counts once
+            per call.
+        link: the cost of a collective.
+        links: the same for some groups, see :data:`torch_c10d_ext.functional.Group`.
+        compute: the cost of everything else: rates, or a function of the node in seconds.
+        sizes: values for symbolic sizes by name (``{"s77": 4096}``), where they shall not be those
+            that were traced; sizes that depend on data (``u0``) have no others.
+
+    Returns:
+        A :class:`CommunicationReport`: one :class:`CollectiveCall` for each collective.
+
+    Raises:
+        ValueError: the graph's nodes do not say which tensors they stand for, as under plain
+            ``torch.fx.symbolic_trace``; a size has no value, or ``sizes`` one that is not in the
+            graph; unknown group or collective.
+        TypeError: ``graph`` is none of the types above.
+
+    Example, rank 0 of 1,000::
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1000)
+        step = lambda x: fc.all_reduce(x, "sum") + 1
+        graph = make_fx(step)(torch.empty(500, device="meta"))
+        report = communication_report(graph, link=Link(latency=5e-6, bandwidth=1e9))
+        report.calls[0].wire_bytes  # 2 * 999 / 1000 * 2000 bytes = 3996
+        report.calls[0].seconds  # 5e-6 + 3996 / 1e9 = 8.996e-6
+        report.save("step.svg")
+
+    ``FakeStore`` is in ``torch.testing._internal.distributed.fake_pg``.
+    """
+    inner = getattr(graph, "graph", graph)
+    if not isinstance(inner, Graph):
+        raise TypeError(
+            "communication_report: graph must be a torch.fx.GraphModule, torch.fx.Graph or "
+            f"ExportedProgram, got {type(graph).__name__}"
+        )
+    if not any("val" in node.meta or "example_value" in node.meta for node in inner.nodes):
+        raise ValueError(
+            'communication_report: nodes must carry tensors in meta["val"] or '
+            f'meta["example_value"], got {len(inner.nodes)} nodes without; trace with make_fx, '
+            "torch.export or torch.compile"
+        )
+    by_name = {group_name(group): cost for group, cost in (links or {}).items()}
+    for name in by_name:
+        process_group(name)  # a misspelt name would leave its link unused
+    known = _Sizes(sizes or {})
+    report = _Schedule(link, by_name, compute, known).run(inner)
+    unknown = sorted(set(known.given) - known.seen)
+    if unknown:
+        raise ValueError(
+            "communication_report: sizes must name symbolic sizes that its times depend on, got "
+            f"{', '.join(unknown)}; there is {', '.join(sorted(known.seen)) or 'none'}"
+        )
+    return report
+
+
+# --- the graph -----------------------------------------------------------------------------------
+
+
+def _flat(graph: Graph) -> Iterator[Node]:
+    """The graph's nodes in order, with the nodes of a nested graph in place of its call."""
+    for node in graph.nodes:
+        inside = [] if node.op in ("get_attr", "output") else _graphs_called(node)
+        if not inside:
+            yield node
+        for nested in inside:
+            yield from _flat(nested)
+
+
+def _graphs_called(node: Node) -> list[Graph]:
+    root = node.graph.owning_module
+    names = [n.target for n in node.all_input_nodes if n.op == "get_attr"]
+    names += [node.target] if node.op == "call_module" else []
+    found = [_attribute(root, str(name)) for name in names]
+    return [module.graph for module in found if isinstance(module, GraphModule)]
+
+
+def _attribute(root: Any, path: str) -> Any:
+    return reduce(lambda owner, name: getattr(owner, name, None), path.split("."), root)
+
+
+def _value(node: Node) -> Any:
+    return node.meta.get("val", node.meta.get("example_value"))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
+
+
+def _op_name(target: Any) -> str:
+    """``mm`` for aten.mm.default, torch.mm and the method mm."""
+    return target if isinstance(target, str) else getattr(target, "__name__", "").split(".")[0]
+
+
+def _schema(target: Any) -> Any:
+    """The schema of an op, which Dynamo may call without naming the overload."""
+    return getattr(getattr(target, "default", target), "_schema", None)
+
+
+@dataclass
+class _Call:
+    """A call of an op of this package or of torch's functional collectives."""
+
+    op: str
+    arguments: dict[str, Any]
+    inputs: list[Node]
+    written: list[Node]  # the arguments that it writes
+
+    @staticmethod
+    def of(node: Node) -> _Call | None:
+        target = node.target
+        if not str(target).startswith(tuple(f"{name}." for name in _NAMESPACES)):
+            return None
+        schema = _schema(target)
+        names = [argument.name for argument in schema.arguments]
+        named = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        tensors = [a for a in schema.arguments if "Tensor" in str(a.type)]
+        written = [a for a in tensors if a.alias_info is not None and a.alias_info.is_write]
+        return _Call(
+            _op_name(target),
+            named,
+            _as_list(named[tensors[0].name]),
+            [node for a in written for node in _as_list(named[a.name])],
+        )
+
+    @property
+    def group(self) -> str | None:
+        """The group's name; None where the op does not communicate."""
+        name = self.arguments.get("group_name")
+        if self.op == "copy_to_group" or name is None:
+            return None
+        name = _value(name) if isinstance(name, Node) else name
+        return name if isinstance(name, str) else group_name(name)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+# Not computations, though they have results and their schemas name no alias.
+_FREE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view")
+
+
+def _is_view(node: Node) -> bool:
+    """Whether the node's result is another view of its first input's memory."""
+    inputs = node.all_input_nodes
+    if not inputs:
+        return False
+    if node.target is operator.getitem and isinstance(_value(inputs[0]), list | tuple):
+        return True
+    schema = _schema(node.target)
+    if schema is not None:
+        first = schema.arguments[0].alias_info if schema.arguments else None
+        return first is not None and not first.is_write
+    # Dynamo's functions and methods have no schema, but views share their fake storage. So do
+    # add_ and operator.iadd.
+    if _op_name(node.target).endswith("_") or _op_name(node.target).startswith("i"):
+        return False
+    storages = [
+        {t.untyped_storage()._cdata for t in _tensors(_value(n))} for n in (node, inputs[0])
+    ]
+    return bool(storages[0] & storages[1])
+
+
+# --- bytes ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Sizes:
+    """Numbers for symbolic sizes: those given by name, else those that were traced."""
+
+    given: Mapping[str, int]
+    seen: set[str] = field(default_factory=set)
+    traced: dict[Any, Any] = field(default_factory=dict)
+
+    def expression(self, size: Any) -> Any:
+        import sympy  # type: ignore[import-untyped]  # slow, and by now imported by the tracer
+
+        if isinstance(size, Node):
+            size = _value(size)
+        if not isinstance(size, torch.SymInt):
+            return sympy.Integer(size)
+        env = size.node.shape_env
+        # Named differently by the versions of torch.
+        backed = getattr(env, "backed_var_to_val", None)
+        self.traced = env.var_to_val if backed is None else backed
+        return size.node.expr
+
+    def number(self, expression: Any) -> float:
+        if expression.is_number:
+            return float(expression)
+        self.seen.update(symbol.name for symbol in expression.free_symbols)
+        values = {
+            symbol: self.given.get(symbol.name, self.traced.get(symbol))
+            for symbol in expression.free_symbols
+        }
+        missing = sorted(symbol.name for symbol, value in values.items() if value is None)
+        if missing:
+            raise ValueError(
+                "communication_report: sizes must hold a value for every size that depends on "
+                f"data, got none for {', '.join(missing)}; pass sizes={{{missing[0]!r}: ...}}"
+            )
+        return float(expression.subs(values))
+
+    def bytes_of(self, value: Any) -> Any:
+        tensors = _tensors(value)
+        return sum(self.expression(t.numel()) * t.dtype.itemsize for t in tensors)
+
+    def count(self, size: Any) -> float:
+        return float(size) if isinstance(size, int) else self.number(self.expression(size))
+
+
+def _wire(call: _Call, sizes: _Sizes, result: Any, group: str) -> Any:
+    """The bytes over the busiest rank's link, as an expression; the table of the docstring."""
+    import sympy
+
+    pg = process_group(group)
+    n = pg.size()
+    if n == 1:
+        return sympy.Integer(0)
+    values = [_value(node) for node in call.inputs]
+    b, out = sizes.bytes_of(values), sizes.bytes_of(result)
+    share = sympy.Rational(n - 1, n)
+    op = call.op.removesuffix("_").removesuffix("_coalesced").removesuffix("_out")
+    if op in ("all_reduce", "reduce_from_group"):
+        return 2 * share * b
+    if op in ("all_gather_into_tensor", "gather"):
+        return (n - 1) * b
+    if op == "all_gather":
+        return out - b
+    if op == "reduce_scatter_tensor":
+        return share * b
+    if op == "reduce_scatter":
+        return b - out
+    if op == "all_to_all_single":
+        rank = pg.rank()
+        sent, received = (
+            [sizes.expression(size) for size in call.arguments[name]]
+            for name in ("input_split_sizes", "output_split_sizes")
+        )
+        row = values[0].dtype.itemsize
+        for size in values[0].shape[1:]:
+            row = row * sizes.expression(size)
+        own = sent[rank]
+        return row * sympy.Max(sum(sent) - own, sum(received) - own)
+    if op in ("batch_isend_irecv", "batch_p2p_ops"):
+        sends = call.arguments.get("sends") or [o == "isend" for o in call.arguments["op_list"]]
+        outgoing = sum(
+            (sizes.bytes_of(value) for value, sent in zip(values, sends, strict=True) if sent),
+            sympy.Integer(0),
+        )
+        return sympy.Max(outgoing, b - outgoing)
+    if op == "scatter":
+        return (n - 1) * out
+    if op == "permute_tensor" and list(call.arguments["src_dst"]) == list(range(n)):
+        return sympy.Integer(0)
+    if op in ("broadcast", "reduce", "permute_tensor", "isend", "irecv"):
+        return b
+    raise ValueError(
+        f"communication_report: collectives must be of the kinds it knows, got {call.op}"
+    )
+
+
+# The operand whose last dimension is contracted.
+_PRODUCTS = dict(mm=0, bmm=0, matmul=0, linear=0, dot=0, mv=0, addmm=1, baddbmm=1)
+
+
+def _compute_seconds(compute: Compute, sizes: _Sizes, node: Node) -> float:
+    values = [node, *node.all_input_nodes]
+    tensors = [tensor for n in values for tensor in _tensors(_value(n))]
+    moved = sum(sizes.count(t.numel()) * t.dtype.itemsize for t in tensors)
+    flops = 0.0
+    operand = _PRODUCTS.get(_op_name(node.target))
+    if operand is not None and operand < len(node.args) and isinstance(node.args[operand], Node):
+        contracted = _value(node.args[operand]).shape[-1]
+        result = sum(sizes.count(t.numel()) for t in _tensors(_value(node)))
+        flops = 2 * result * sizes.count(contracted)
+    return max(moved / compute.memory_bandwidth, flops / compute.flops)
+
+
+# What torch calls a group that nobody has described.
+_UNSAID = ("", "undefined", "default_pg")
+
+
+# --- time ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Flight:
+    """A collective between its call and its wait."""
+
+    static: dict[str, Any]  # what does not change: the fields of CollectiveCall
+    start: float
+    end: float
+    compute_ops: int = 0
+    hidden: float = 0.0
+    waited: bool = False
+
+
+class _Schedule:
+    """Runs a graph's nodes by the clock of the cost model."""
+
+    def __init__(
+        self,
+        link: Link,
+        links: dict[str, Link],
+        compute: Compute | Callable[[Node], float],
+        sizes: _Sizes,
+    ) -> None:
+        self._link, self._links, self._compute, self._sizes = link, links, compute, sizes
+        self._now = 0.0
+        self._free: dict[str, float] = {}  # when a group has done its collectives
+        self._flights: list[_Flight] = []
+        self._open: list[_Flight] = []
+        self._writer: dict[Node, _Flight] = {}  # of memory, named by the node that made it
+        self._base: dict[Node, Node] = {}  # a view's memory
+        self._busy: list[tuple[float, float]] = []
+
+    def run(self, graph: Graph) -> CommunicationReport:
+        for node in _flat(graph):
+            if node.op.startswith("call_"):
+                self._step(node)
+        for flight in self._open:
+            self._now = max(self._now, flight.end)
+        calls = tuple(
+            CollectiveCall(
+                **flight.static,
+                start=flight.start,
+                seconds=flight.end - flight.start,
+                compute_ops=flight.compute_ops,
+                hidden=flight.hidden,
+                waited=flight.waited,
+            )
+            for flight in self._flights
+        )
+        return CommunicationReport(calls, tuple(self._busy), self._now)
+
+    def _step(self, node: Node) -> None:
+        call = _Call.of(node)
+        if call is not None and call.group is not None:
+            self._start(node, call, call.group)
+        elif call is not None or _is_view(node):
+            self._base[node] = self._memory(node.all_input_nodes[0])
+            if call is not None and call.op == "wait_tensor":
+                self._wait(self._writer.get(self._base[node]))
+        elif _tensors(_value(node)) and _op_name(node.target) not in _FREE:
+            self._run(node)
+
+    def _memory(self, node: Node) -> Node:
+        return self._base.get(node, node)
+
+    def _start(self, node: Node, call: _Call, group: str) -> None:
+        for known in (*call.inputs, node):
+            if not _tensors(_value(known)):
+                raise ValueError(
+                    "communication_report: the inputs and the result of a collective must carry "
+                    f'meta["val"] or meta["example_value"], got {known.name} without, of '
+                    f"{node.name}"
+                )
+        tensors = _tensors([_value(n) for n in call.inputs])
+        pg = process_group(group)
+        wire = _wire(call, self._sizes, _value(node), group)
+        wire_bytes = self._sizes.number(wire)
+        link = self._links.get(group, self._link)
+        start = max(self._now, self._free.get(group, 0.0))
+        flight = _Flight(
+            dict(
+                node=node.name,
+                op=call.op,
+                group=group,
+                label=group if pg.group_desc in _UNSAID else f"{group} {pg.group_desc}",
+                ranks=pg.size(),
+                shape=" + ".join(self._shape(t) for t in tensors),
+                dtype=", ".join(dict.fromkeys(str(t.dtype)[len("torch.") :] for t in tensors)),
+                wire=str(wire),
+                wire_bytes=wire_bytes,
+            ),
+            start,
+            start + link.latency + wire_bytes / link.bandwidth,
+        )
+        self._free[group] = flight.end
+        self._flights.append(flight)
+        self._open.append(flight)
+        for written in [node, *(self._memory(n) for n in call.written)]:
+            self._writer[written] = flight
+
+    def _shape(self, tensor: torch.Tensor) -> str:
+        return str(tuple(self._sizes.expression(size) for size in tensor.shape))
+
+    def _wait(self, flight: _Flight | None) -> None:
+        if flight is not None and not flight.waited:
+            self._now = max(self._now, flight.end)
+            flight.waited = True
+            self._open.remove(flight)
+
+    def _run(self, node: Node) -> None:
+        compute = self._compute
+        if isinstance(compute, Compute):
+            seconds = _compute_seconds(compute, self._sizes, node)
+        else:
+            seconds = compute(node)
+        start, end = self._now, self._now + seconds
+        for flight in self._open:
+            flight.compute_ops += 1
+            flight.hidden += max(0.0, min(end, flight.end) - max(start, flight.start))
+        if self._busy and self._busy[-1][1] == start:
+            self._busy[-1] = (self._busy[-1][0], end)
+        else:
+            self._busy.append((start, end))
+        self._now = end
+
+
+# --- the text and the picture --------------------------------------------------------------------
+
+# Okabe and Ito's colours, which the colour-blind can tell apart.
+_COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#000000")
+
+_HEAD = ["op", "group", "ranks", "input", "wire bytes", "comm us", "hidden us", "overlapped"]
+_TOTALS = ["total op", "group", "calls", "wire bytes", "comm us", "hidden us"]
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:,.1f}"
+
+
+def _count(expression: str, number: float) -> str:
+    symbolic = any(letter.isalpha() for letter in expression)
+    return f"{expression} = {number:,.0f}" if symbolic else f"{number:,.0f}"
+
+
+def _overlap(call: CollectiveCall) -> str:
+    ops = f"{call.compute_ops} op{'s' * (call.compute_ops != 1)}" if call.overlapped else "no"
+    return ops if call.waited else f"{ops}, never waited"
+
+
+def _aligned(head: list[str], rows: list[list[str]], sides: str) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if side == "r" else cell.ljust(width)
+            for cell, width, side in zip(row, widths, sides, strict=True)
+        ).rstrip()
+        for row in [head, *rows]
+    ]
+
+
+def _tick(seconds: float) -> float:
+    """A distance of 1, 2 or 5 times a power of ten that divides the axis into at most ten."""
+    if seconds == 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(seconds / 10))
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor * 10 >= seconds)
