@@ -9,6 +9,9 @@ import gc
 import multiprocessing
 import os
 import shutil
+import signal
+import socket
+import subprocess
 import tempfile
 import time
 import traceback
@@ -120,6 +123,112 @@ class Ranks:
         shutil.rmtree(self._scratch, ignore_errors=True)
 
 
+class MpiRanks(Ranks):
+    """The ranks of an MPI world, started by the ``mpiexec`` of the environment at ``prefix``.
+
+    The environment needs mpi4py and numpy, not torch: what runs there is ``benchmarks/_mpi.py``.
+    """
+
+    def __init__(self, name: str, prefix: Path, size: int) -> None:
+        super().__init__(name, size)
+        self._prefix = prefix
+        self._mpiexec: subprocess.Popen[bytes] | None = None
+        self._names: set[str] = set()  # of the ranks' shared memory
+
+    def __enter__(self) -> MpiRanks:  # noqa: PYI034
+        address = str(self._scratch / "socket")
+        listener = socket.socket(socket.AF_UNIX)
+        try:
+            listener.bind(address)
+            listener.listen(self.size)
+            listener.settimeout(0.2)
+            rank = [str(self._prefix / "bin" / "python"), "-m", "benchmarks._mpi", address]
+            flags = _MPIEXEC_FLAGS.get(self.backend, [])
+            with open(self._scratch / "log", "wb") as log:
+                self._mpiexec = subprocess.Popen(
+                    [str(self._prefix / "bin" / "mpiexec"), *flags, "-n", str(self.size), *rank],
+                    cwd=Path(__file__).resolve().parent.parent,
+                    env={**os.environ, **_MPI_SETTINGS.get(self.backend, {})},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            by_rank: dict[int, Connection] = {}
+            ends = time.monotonic() + START_DEADLINE
+            while len(by_rank) < self.size:
+                if self._mpiexec.poll() is not None or time.monotonic() > ends:
+                    raise RanksFailed(f"{self.backend} does not start: {self._said()}")
+                with contextlib.suppress(TimeoutError):
+                    connection = Connection(listener.accept()[0].detach())
+                    rank, names = connection.recv()
+                    by_rank[rank] = connection
+                    self._names |= names
+            self._connections = [by_rank[rank] for rank in range(self.size)]
+            self._started = True
+        except BaseException:
+            self._end()
+            raise
+        finally:
+            listener.close()
+        return self
+
+    def _said(self) -> str:
+        return (self._scratch / "log").read_text(errors="replace").strip()[-300:]
+
+    def _end(self) -> None:
+        for connection in self._connections:
+            connection.close()  # ranks leave when it ends
+        self._connections = []
+        if self._mpiexec is not None:
+            try:
+                self._mpiexec.wait(STOP_DEADLINE)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._mpiexec.pid, signal.SIGKILL)
+                self._mpiexec.wait(STOP_DEADLINE)
+        for name in self._names:
+            Path(name).unlink(missing_ok=True)  # of a rank that did not come to its end
+        super()._end()
+
+
+# More ranks than cores, and ranks left to the scheduler, as those of torch are.
+_MPIEXEC_FLAGS = {"Open MPI": ["--map-by", ":oversubscribe", "--bind-to", "none"]}
+_MPI_SETTINGS = {
+    "Open MPI": {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_ALLOW_RUN_AS_ROOT": "1",
+        "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    },
+    "Intel MPI": {"I_MPI_FABRICS": "shm", "I_MPI_PIN": "0", "I_MPI_HYDRA_BOOTSTRAP": "fork"},
+}
+
+
+def serve(connection: Connection) -> bool:
+    """Runs what it is told to until told to stop; a rank sleeps while its peers are measured.
+
+    Returns whether it was told: otherwise the parent is gone, or an interrupt came.
+    """
+    while True:
+        try:
+            task = connection.recv()
+            if task is None:
+                return True
+            fn, args = task
+            connection.send(_answer(functools.partial(fn, *args)))
+        except (EOFError, OSError, KeyboardInterrupt):
+            return False
+
+
+def time_calls(call: Callable[[], Any], count: int) -> tuple[float, float]:
+    """Seconds that ``count`` calls take, of the clock and of the processor."""
+    cpu = time.process_time()
+    began = time.perf_counter()
+    for _ in range(count):
+        call()
+    return time.perf_counter() - began, time.process_time() - cpu
+
+
 @contextlib.contextmanager
 def _environment(scratch: Path) -> Any:
     """What the ranks must find set when they import torch; one thread each, caches in scratch."""
@@ -146,15 +255,8 @@ def _serve(
     connection: Connection, backend: str, rank: int, size: int, device: str, scratch: str
 ) -> None:
     connection.send(_answer(functools.partial(_join, backend, rank, size, device, scratch)))
-    while True:
-        try:
-            task = connection.recv()
-        except (EOFError, OSError, KeyboardInterrupt):  # the parent is gone, or told to go
-            os._exit(1)
-        if task is None:
-            break
-        fn, args = task
-        connection.send(_answer(functools.partial(fn, *args)))
+    if not serve(connection):
+        os._exit(1)
     import torch.distributed as dist
 
     dist.destroy_process_group()
@@ -180,10 +282,33 @@ def _join(backend: str, rank: int, size: int, device: str, scratch: str) -> None
     else:
         store = dist.FileStore(os.path.join(scratch, "rendezvous"), size)
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=size, timeout=BACKEND_TIMEOUT
+        "gloo" if backend == "deepspeed" else backend,
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=BACKEND_TIMEOUT,
     )
+    if backend == "deepspeed":
+        _join_deepspeed(rank, size, Path(scratch).name)
     gc.collect()
     gc.freeze()
+
+
+# DeepSpeed's shared-memory op, where tools/get_peers.sh has built it.
+DEEPSPEED = Path(__file__).resolve().parent.parent / "build/peers/deepspeed/deepspeed_shm.so"
+
+
+def _join_deepspeed(rank: int, size: int, name: str) -> None:
+    import torch.distributed as dist
+    from torch.utils.cpp_extension import _import_module_from_library
+
+    # It makes a name in /dev/shm of these, and leaves it there.
+    os.environ.update(LOCAL_SIZE=f"{size}", MASTER_ADDR=name, MASTER_PORT="0")
+    module = _import_module_from_library("deepspeed_shm", str(DEEPSPEED.parent), True)
+    module.initialize(size, rank)
+    dist.barrier()
+    for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{name}_0_{rank}"):
+        path.unlink()
 
 
 def _answer(task: Callable[[], Any]) -> tuple[bool, Any]:

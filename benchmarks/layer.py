@@ -1,4 +1,4 @@
-"""What a call costs beyond the backend's own time: in-place and out ops, nothing allocated."""
+"""What a call costs beyond the backend's own time, into memory that is there: what dist.* does."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 
 from benchmarks._measure import Case, Timings, measure
-from torch_c10d_ext import _C
+from torch_c10d_ext import _C, functional
 
 BARE, DIST, OURS = "backend", "dist", "ours"
 SIZE = 8
 
 
 def added(seconds: float, device: str) -> list[Timings]:
-    """Our ops and dist.* against the bare backend; world size 1 goes to the backend, too."""
+    """Our functions and dist.* against the bare backend; world size 1 goes to the backend, too."""
     _C.set_single_rank_shortcut(False)
     try:
         return measure(_cases(device), seconds, device)
@@ -29,13 +29,10 @@ def with_shortcut(seconds: float, device: str) -> list[Timings]:
 
 
 def _cases(device: str) -> list[Case]:
-    ops: Any = torch.ops.c10d_ext
     group = dist.group.WORLD
     assert group is not None
-    name = group.group_name
     backend: Any = group._get_backend(torch.device(device))
     ranks = group.size()
-    wait = ops.wait_tensor.default
     # Zeros: a sum in place stays what it is.
     x = torch.zeros(SIZE // 4, device=device)
     gathered = x.new_zeros(ranks * x.size(0))
@@ -47,35 +44,31 @@ def _cases(device: str) -> list[Case]:
     from_0.rootRank, from_0.rootTensor = 0, 0
     even: list[int] = [x.size(0) // ranks] * ranks
 
-    all_reduce_, broadcast_ = ops.all_reduce_.default, ops.broadcast_.default
-    all_gather_out = ops.all_gather_into_tensor_out.default
-    reduce_scatter_out = ops.reduce_scatter_tensor_out.default
-    all_to_all_out = ops.all_to_all_single_out.default
     cases = {
-        "all_reduce_": (
+        "all_reduce_inplace": (
             lambda: backend.allreduce([x]).wait(),
             lambda: dist.all_reduce(x),
-            lambda: wait(all_reduce_(x, "sum", name)),
+            lambda: functional.all_reduce_inplace(x, "sum", group),
         ),
-        "broadcast_": (
+        "broadcast_inplace": (
             lambda: backend.broadcast([x], from_0).wait(),
             lambda: dist.broadcast(x, 0),
-            lambda: wait(broadcast_(x, 0, name)),
+            lambda: functional.broadcast_inplace(x, 0, group),
         ),
-        "all_gather_into_tensor_out": (
+        "all_gather_tensor_inplace": (
             lambda: all_gather_base(gathered, x).wait(),
             lambda: dist.all_gather_into_tensor(gathered, x),
-            lambda: wait(all_gather_out(x, ranks, name, out=gathered)),
+            lambda: functional.all_gather_tensor_inplace(gathered, x, group),
         ),
-        "reduce_scatter_tensor_out": (
+        "reduce_scatter_tensor_inplace": (
             lambda: reduce_scatter_base(part, x).wait(),
             lambda: dist.reduce_scatter_tensor(part, x),
-            lambda: wait(reduce_scatter_out(x, "sum", ranks, name, out=part)),
+            lambda: functional.reduce_scatter_tensor_inplace(part, x, "sum", group),
         ),
-        "all_to_all_single_out": (
+        "all_to_all_inplace": (
             lambda: backend.alltoall_base(received, x, even, even).wait(),
             lambda: dist.all_to_all_single(received, x, even, even),
-            lambda: wait(all_to_all_out(x, even, even, name, out=received)),
+            lambda: functional.all_to_all_inplace(received, x, even, even, group),
         ),
     }
     return [

@@ -1,4 +1,4 @@
-"""Measures torch_c10d_ext against torch's own collectives: ``make bench``.
+"""Measures torch_c10d_ext against torch's own collectives, gloo and the MPIs: ``make bench``.
 
 One run holds all peers, measured in turn in many short rounds; a ratio is the median of the ratios
 of the rounds, with the interval that holds the true median with 99 % confidence. Times mean little
@@ -6,6 +6,8 @@ from one machine to the next, ratios from one run do.
 
     python benchmarks/run.py [--quick] [--seconds N] [--device cpu|cuda|all]
                              [--only SECTION ...] [--markdown FILE]
+
+The shm backend has its own program, ``benchmarks/shm.py``, with more to choose from.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks import coalesced, compiled, functional, layer
+from benchmarks import coalesced, compiled, functional, layer, shm
 from benchmarks._measure import Timings, slowest
 from benchmarks._ranks import Ranks, RanksFailed
 from benchmarks._report import (
@@ -38,6 +40,8 @@ from benchmarks._report import (
 )
 
 SECONDS, QUICK_SECONDS = 130.0, 14.0
+OPS = ("calls", "layer", "large", "coalesced", "compiled")
+SHM = "shm"
 # Beyond its measuring time: first calls, calibration and, for some, compilation.
 DEADLINE_SLACK = 300.0
 
@@ -46,8 +50,8 @@ FUNCTIONAL_NOTE = (
     "into fresh tensors. '1.00' would be as fast as torch."
 )
 LAYER_NOTE = (
-    "In-place and out ops with wait_tensor, and dist.*, against the same call on the bare Backend "
-    "object: what each adds."
+    "The *_inplace functions, and dist.*, against the same call on the bare Backend object: what "
+    "each adds."
 )
 
 
@@ -111,8 +115,8 @@ def sections(device: str, aims: Aims, quick: bool) -> list[Section]:
             layer.with_shortcut,
             (device,),
             lambda timings: against_torch(
-                f"In-place and out ops against dist.*, {titles[one]}",
-                "With wait_tensor. World size 1 is answered without the backend.",
+                f"The *_inplace functions against dist.*, {titles[one]}",
+                "World size 1 is answered without the backend.",
                 timings,
                 aims.three_times,
                 ("dist", "ours"),
@@ -250,7 +254,7 @@ def main() -> int:
     parser.add_argument(
         "--only",
         nargs="+",
-        choices=("calls", "layer", "large", "coalesced", "compiled"),
+        choices=(*OPS, SHM),
         help="some of the sections",
     )
     parser.add_argument("--markdown", metavar="FILE", help="append the dated tables to FILE")
@@ -264,7 +268,8 @@ def main() -> int:
     began = time.monotonic()
     failures = 0
     documents = []
-    for device in devices:
+    ops = not options.only or any(name in options.only for name in OPS)
+    for device in devices if ops else ():
         aims = Aims()
         heading = f"{today()}, {machine(device)}"
         print(f"\n{heading}", flush=True)
@@ -280,9 +285,18 @@ def main() -> int:
                 )
             )
         )
-    if options.markdown:
+    if options.markdown and documents:
         with open(options.markdown, "a") as file:
             file.write("\n" + "\n\n".join(documents) + "\n")
+    if SHM in options.only if options.only else devices == ("cpu",):
+        arguments = ["--quick"] if options.quick else []
+        arguments += ["--seconds", str(options.seconds)]
+        arguments += ["--markdown", options.markdown] if options.markdown else []
+        try:
+            shm.main(arguments)
+        except RanksFailed as error:
+            print(f"\n== shm: {error}", flush=True)
+            failures += 1
     return 1 if failures else 0
 
 
