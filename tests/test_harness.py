@@ -56,10 +56,8 @@ def test_reports_the_traceback_of_the_failing_rank_and_recovers() -> None:
 
 
 def test_reports_the_stack_of_a_stuck_rank_and_recovers() -> None:
-    started = time.monotonic()
     with pytest.raises(WorkersFailed, match="rank 0 gave no answer(.|\n)*_hang_on"):
         run(2, _hang_on, 0, deadline=1.0)
-    assert time.monotonic() - started < 20
     assert run(2, _all_reduce) == [3.0, 3.0]
 
 

@@ -439,18 +439,18 @@ class StartedHere {
   // Lets the backend catch up with a caller who never waits: the backend's queue holds the tensors
   // of every collective in it. Gives up where nothing completes, for the ranks that could make it
   // complete may be waiting for what this thread is about to start; the next time comes at twice
-  // as many.
+  // as many. Patience is counted in looks, at least 5 s of them, and not by the clock: while a
+  // machine stands still nothing completes, and that says nothing of the ranks.
   void hold_back() {
-    constexpr auto kPatience = std::chrono::seconds(2);
+    constexpr auto kPause = std::chrono::microseconds(100);
+    constexpr int kPatience = 50'000;
     auto before = in_flight();
-    auto last_progress = std::chrono::steady_clock::now();
-    while (before > kMostInFlight / 2 &&
-           std::chrono::steady_clock::now() - last_progress < kPatience) {
-      without_gil([] { std::this_thread::sleep_for(std::chrono::microseconds(100)); });
+    for (int looks = 0; before > kMostInFlight / 2 && looks < kPatience; ++looks) {
+      without_gil([&] { std::this_thread::sleep_for(kPause); });
       sweep();
-      if (in_flight() < before) {
-        before = in_flight();
-        last_progress = std::chrono::steady_clock::now();
+      if (const auto now = in_flight(); now < before) {
+        before = now;
+        looks = 0;
       }
     }
   }

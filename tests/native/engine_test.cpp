@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <latch>
 #include <mutex>
 #include <numeric>
 #include <random>
@@ -483,18 +484,22 @@ void check_mismatch(int size) {
 
 void check_faults(int size) {
   // A rank that stays away is named at the timeout, on every rank that came.
+  std::latch come(size - 1);
+  std::latch told(size - 1);
   with_ranks(size, [&](Engine& e) {
     if (e.rank() == 0) {
-      std::this_thread::sleep_for(milliseconds(600));
+      told.wait();
       auto late = start(e, request(Verb::Barrier));
       expect(e.wait(*late, std::nullopt, nullptr) && late->failure(), "a broken group refuses");
       return;
     }
-    auto op = start(e, request(Verb::Barrier), milliseconds(200));
+    come.arrive_and_wait();
+    auto op = start(e, request(Verb::Barrier), milliseconds(1000));
     expect(e.wait(*op, std::nullopt, nullptr), "timeout: not done");
     const Failure* f = op->failure();
     expect(f && f->kind == Failure::Kind::Timeout && f->ranks == std::vector<int>{0},
            "timeout: " + (f ? f->text : "no failure"));
+    told.count_down();
   });
   // A lost rank ends a wait, with its name.
   with_ranks(size, [&](Engine& e) {
@@ -527,29 +532,35 @@ void check_faults(int size) {
     expect(op->failure() && op->failure()->kind == Failure::Kind::Closed, "abort");
   });
   // A wait with a timeout of its own gives up alone; the collective goes on.
+  std::latch gave_up(size - 1);
   with_ranks(size, [&](Engine& e) {
     if (e.rank() == 0) {
-      std::this_thread::sleep_for(milliseconds(300));
+      gave_up.wait();
     }
     auto op = start(e, request(Verb::Barrier));
     if (e.rank() != 0) {
       expect(!e.wait(*op, milliseconds(20), nullptr), "wait with a timeout");
+      gave_up.count_down();
     }
     finish(e, *op, "barrier after a timeout");
   });
   // What interrupts a wait does not interrupt the collective.
+  std::latch stopped(size - 1);
   with_ranks(size, [&](Engine& e) {
     if (e.rank() == 0) {
-      std::this_thread::sleep_for(milliseconds(300));
+      stopped.wait();
     }
     auto op = start(e, request(Verb::Barrier));
-    bool interrupted = false;
-    try {
-      e.wait(*op, std::nullopt, [] { throw std::runtime_error("interrupt"); });
-    } catch (const std::runtime_error&) {
-      interrupted = true;
+    if (e.rank() != 0) {
+      bool interrupted = false;
+      try {
+        e.wait(*op, std::nullopt, [] { throw std::runtime_error("interrupt"); });
+      } catch (const std::runtime_error&) {
+        interrupted = true;
+      }
+      expect(interrupted, "interrupt");
+      stopped.count_down();
     }
-    expect(interrupted || e.rank() == 0, "interrupt");
     finish(e, *op, "barrier after an interrupt");
   });
 }
