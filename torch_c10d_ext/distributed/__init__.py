@@ -69,6 +69,24 @@ from torch_c10d_ext.distributed._collectives import (
 from torch_c10d_ext.distributed._collectives import (
     scatter as scatter,
 )
+from torch_c10d_ext.distributed._messages import (
+    P2POp as P2POp,
+)
+from torch_c10d_ext.distributed._messages import (
+    batch_isend_irecv as batch_isend_irecv,
+)
+from torch_c10d_ext.distributed._messages import (
+    irecv as irecv,
+)
+from torch_c10d_ext.distributed._messages import (
+    isend as isend,
+)
+from torch_c10d_ext.distributed._messages import (
+    recv as recv,
+)
+from torch_c10d_ext.distributed._messages import (
+    send as send,
+)
 
 all_gather_single = _all_gather_base = all_gather_into_tensor
 reduce_scatter_single = _reduce_scatter_base = reduce_scatter_tensor
