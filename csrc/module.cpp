@@ -120,8 +120,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("seal", &seal);
   m.def("wait", &wait, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("work_of", &work_of);
-  m.def("start_messages", &start_messages_of,
-        pybind11::call_guard<pybind11::gil_scoped_release>());
+  m.def("start_messages", &start_messages_of, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("sweep", &sweep, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("pending_count", &pending_count);
   m.def("group_size",

@@ -108,7 +108,7 @@ def start_in_order(op: Any, tensors: Any, *args: Any) -> list[Any]:
 
     in_flight = _in_flight(V.graph.operations)
     outputs = ir._CollectiveKernel.create_out_of_place(op, tensors, *args)
-    node = V.graph.operations[-1] if not outputs else outputs[0].inputs[0]
+    node = outputs[0].inputs[0]
     for name in in_flight:
         # A wait reads what it waits for, and so comes after whatever may have written there.
         buffer = V.graph.get_buffer(name)
@@ -123,7 +123,9 @@ def _in_flight(operations: list[Any]) -> list[str]:
 
     names: dict[str, None] = {}
     for operation in operations:
-        written = [name for m in getattr(operation, "mutation_outputs", ()) for name in m.mutation_names]
+        written = [
+            name for m in getattr(operation, "mutation_outputs", ()) for name in m.mutation_names
+        ]
         if isinstance(operation, ir._WaitKernel):
             for name in written:
                 names.pop(name, None)

@@ -42,8 +42,8 @@ void check_messages(const Group& group, c10::ArrayRef<Message> messages) {
     C10D_EXT_CHECK_TYPE(tensor.layout() == c10::kStrided, op, group,
                         "tensor must be a dense (strided) tensor, got layout ", tensor.layout());
     C10D_EXT_CHECK_VALUE(tensor.device() == messages.front().tensor.device(), op, group,
-                         "tensors must be on one device, got ",
-                         messages.front().tensor.device(), " and ", tensor.device());
+                         "tensors must be on one device, got ", messages.front().tensor.device(),
+                         " and ", tensor.device());
     C10D_EXT_CHECK_VALUE((peer >= 0 && peer < group.size()) || (peer == kAnySource && !sends), op,
                          group, "the peer must be a rank of the group, 0 to ", group.size() - 1,
                          ", got ", peer);
@@ -54,9 +54,10 @@ void check_messages(const Group& group, c10::ArrayRef<Message> messages) {
                          "tag must be between 0 and ", std::numeric_limits<int>::max(), ", got ",
                          tag);
     C10D_EXT_CHECK_VALUE(sends || at::has_internal_overlap(tensor) != at::MemOverlap::Yes, op,
-                         group, "a tensor that receives must hold each element at a place of its "
-                         "own, got shape ", tensor.sym_sizes(), " with strides ",
-                         tensor.sym_strides());
+                         group,
+                         "a tensor that receives must hold each element at a place of its "
+                         "own, got shape ",
+                         tensor.sym_sizes(), " with strides ", tensor.sym_strides());
   }
 }
 
@@ -123,7 +124,8 @@ Arrival take_message(std::string_view op, const at::Tensor& tensor) {
     arrives = std::move(ticket->arrives);
   }
   if (!work) {
-    C10_THROW_ERROR(ValueError, c10::str(op, ": ticket must be that of a message which nobody has "
+    C10_THROW_ERROR(ValueError, c10::str(op,
+                                         ": ticket must be that of a message which nobody has "
                                          "waited for, as batch_isend_irecv returns it, got ",
                                          held != nullptr && held->get_deleter() == &drop_ticket
                                              ? "one for the second time"

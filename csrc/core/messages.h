@@ -40,11 +40,12 @@ void check_messages(const Group& group, c10::ArrayRef<Message> messages);
 // Starts messages that are read from and written to the caller's own tensors.
 std::vector<c10::intrusive_ptr<c10d::Work>> start_messages_of(
     const std::vector<at::Tensor>& tensors, const std::vector<int64_t>& peers,
-    const std::vector<bool>& sends, const std::vector<int64_t>& tags, const std::string& group_name);
+    const std::vector<bool>& sends, const std::vector<int64_t>& tags,
+    const std::string& group_name);
 
-// A message as a tensor, which a graph can hand from its start to its wait. The message hangs on the
-// tensor's storage and ends with it; the values mean nothing. What is received belongs to whoever
-// takes it: a compiler that plans the ticket's memory cannot give away the message's.
+// A message as a tensor, which a graph can hand from its start to its wait. The message hangs on
+// the tensor's storage and ends with it; the values mean nothing. What is received belongs to
+// whoever takes it: a compiler that plans the ticket's memory cannot give away the message's.
 at::Tensor empty_ticket(const at::Tensor& like);
 // Starts messages, whose tensors nobody else has.
 std::vector<at::Tensor> tickets_for(const Group& group, c10::ArrayRef<Message> messages);

@@ -181,8 +181,8 @@ class PendingWork : public c10d::Work {
         const auto inner = inner_;
         const auto future = future_;
         lock.unlock();
-        subscribe_to_future(
-            *inner, [self](std::exception_ptr error) { self->complete(std::move(error)); });
+        subscribe_to_future(*inner,
+                            [self](std::exception_ptr error) { self->complete(std::move(error)); });
         return future;
       }
     }

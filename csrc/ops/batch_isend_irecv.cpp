@@ -1,4 +1,5 @@
-// batch_isend_irecv: starts messages to and from other ranks; each has a ticket to wait for it with.
+// batch_isend_irecv: starts messages to and from other ranks; each has a ticket to wait for it
+// with.
 
 #include "core/messages.h"
 #include "core/op.h"

@@ -8,7 +8,7 @@ their order in a graph, so that what runs in eager does not hang when compiled.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,9 @@ from torch_c10d_ext._groups import (
 )
 from torch_c10d_ext.distributed import _coalescing, _delivery
 from torch_c10d_ext.distributed._collectives import _check_tensor
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _ANY = -1
 
@@ -245,7 +248,8 @@ def recv(
     if peer != _ANY:
         return members[peer]
     if isinstance(work, _delivery.TracedMessage):
-        return torch.tensor(members)[work.source()].item()  # type: ignore[return-value]
+        at = work.source().view(1)
+        return torch.tensor(members).index_select(0, at).item()  # type: ignore[return-value]
     return members[work._source_rank()]
 
 
@@ -275,7 +279,7 @@ class P2POp(dist.P2POp):
         group: Group = None,
         tag: int = 0,
         group_peer: int | None = None,
-    ) -> P2POp:  # noqa: PYI034
+    ) -> Self:
         """An instance, without torch's checks."""
         return object.__new__(cls)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_c10d_ext import _inductor
+from torch_c10d_ext._dims import check_list
 from torch_c10d_ext._groups import Group, group_name
 
 _op = torch.ops.c10d_ext.batch_isend_irecv.default
@@ -34,8 +35,8 @@ def batch_isend_irecv(
         group: see :data:`torch_c10d_ext.functional.Group`.
 
     Returns:
-        One ticket per message, for :func:`~torch_c10d_ext.functional.wait_message`. A ticket that is
-        dropped drops what it would have received; what was sent still arrives.
+        One ticket per message, for :func:`~torch_c10d_ext.functional.wait_message`. A ticket that
+        is dropped drops what it would have received; what was sent still arrives.
 
     Raises:
         ValueError: a peer that is not in the group, this rank as a peer, a negative tag, lists of
@@ -54,8 +55,9 @@ def batch_isend_irecv(
 
     Source: csrc/ops/batch_isend_irecv.cpp
     """
-    tags = [0] * len(tensors) if tags is None else tags
-    return _op(tensors, peers, sends, tags, group_name(group))
+    name = group_name(group)
+    check_list("batch_isend_irecv", tensors, name)
+    return _op(tensors, peers, sends, [0] * len(tensors) if tags is None else tags, name)
 
 
 _inductor.ordered(_op)
