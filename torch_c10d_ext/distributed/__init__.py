@@ -2,9 +2,9 @@
 
 ``import torch_c10d_ext.distributed as dist``, and nothing else changes: the same names, arguments
 and results. Groups, stores, ranks and object collectives are torch's own, shared with every other
-user of ``torch.distributed`` in the process. The collectives are this package's ops: on gloo they
-take every dtype, reduce op, stride and size, and ``torch.compile(fullgraph=True)``, ``make_fx`` and
-``torch.export`` walk through them, ``async_op=True`` and ``wait()`` included.
+user of ``torch.distributed`` in the process. Collectives and messages are this package's ops: on
+gloo they take every dtype, reduce op, stride and size, and ``torch.compile(fullgraph=True)``,
+``make_fx`` and ``torch.export`` walk through them, ``async_op=True`` and ``wait()`` included.
 
 Gradients: as in ``torch.distributed``, these calls are outside autograd, eager and traced alike. A
 tensor keeps its history and gets new values; nothing flows back through the communication.
