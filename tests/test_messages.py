@@ -136,17 +136,18 @@ def _returns_and_orders(api: Any) -> list[Any]:
         got = {}
         for _ in range(last):
             y = torch.zeros(4)
-            source = api.recv(y)
+            source = api.recv(y, tag=1)
             got[source] = y
-        work = api.irecv(y)
+        y = torch.zeros(4)
+        work = api.irecv(y, tag=2)
         work.wait()
         got["work"] = (work._source_rank() > 0, y[0].item() == 100 * work._source_rank())
         for _ in range(last - 1):
-            api.irecv(y).wait()
+            api.irecv(y, tag=2).wait()
         seen += [sorted(got.items(), key=str)]
     else:
-        api.send(value(rank), 0)
-        api.send(value(rank), 0)
+        api.send(value(rank), 0, tag=1)
+        api.send(value(rank), 0, tag=2)
     api.barrier()
     # A group, in its ranks.
     pair = api.new_group([last, 0])
