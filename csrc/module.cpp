@@ -12,6 +12,7 @@
 #include "core/entry.h"
 #include "core/failure.h"
 #include "core/group.h"
+#include "core/messages.h"
 #include "core/pending.h"
 #include "core/wrapper.h"
 
@@ -119,6 +120,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("seal", &seal);
   m.def("wait", &wait, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("work_of", &work_of);
+  m.def("start_messages", &start_messages_of, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("sweep", &sweep, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("pending_count", &pending_count);
   m.def("group_size",

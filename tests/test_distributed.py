@@ -27,7 +27,7 @@ from tests.contract import Report, calls_in, verify
 from tests.harness import run, values
 
 BACKENDS = ("gloo", "shm")
-# Point to point is torch's own here.
+# Point to point: test_messages.py.
 COLLECTIVES = [v for v in VERBS if "isend" not in v.name]
 OURS = sorted(
     name

@@ -78,6 +78,15 @@ def writes_directly(output: torch.Tensor, input: torch.Tensor) -> bool:
     return not _is_dynamo_compiling() and _C.is_eager(output, input)
 
 
+def captures_numbers() -> bool:
+    """Whether Dynamo traces ``Tensor.item()``."""
+    return torch._dynamo.config.capture_scalar_outputs
+
+
+# Dynamo asks once, while it traces.
+captures_numbers._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def work_of(tensor: torch.Tensor) -> dist.Work | None:
     """The collective in flight that writes ``tensor``, or None.
 

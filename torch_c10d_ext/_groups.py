@@ -98,7 +98,7 @@ def root_of(op: str, role: str, name: str, rank: int | None, rank_in_group: int 
         )
     if rank_in_group is not None:
         return rank_in_group
-    members = _world_ranks(name)
+    members = world_ranks(name)
     if rank not in members:
         raise ValueError(
             f"{op}: {role} must be a rank of the group, {members}, got {rank} {where(name)}"
@@ -117,7 +117,8 @@ def device_of(name: str) -> str:
     return "cpu" if "cpu" in kinds or not kinds else kinds[0]
 
 
-def _world_ranks(name: str) -> list[int]:
+def world_ranks(name: str) -> list[int]:
+    """The ranks of a group, as ranks of the world."""
     return dist.get_process_group_ranks(c10d._resolve_process_group(name))
 
 
@@ -202,6 +203,6 @@ _name_by_ranks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 group_size._dynamo_marked_constant = True  # type: ignore[attr-defined]
 where._dynamo_marked_constant = True  # type: ignore[attr-defined]
 group_rank._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_world_ranks._dynamo_marked_constant = True  # type: ignore[attr-defined]
+world_ranks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 device_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _reduction_with_factor._dynamo_marked_constant = True  # type: ignore[attr-defined]

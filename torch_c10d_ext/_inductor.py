@@ -26,6 +26,9 @@ _LOWERING_MODULE = "torch._inductor.lowering"
 # op overload -> lowering, waiting for Inductor to be imported.
 _lowerings: dict[Any, Callable[..., Any]] = {}
 
+# The ops whose calls keep their order in a graph.
+_ordered: set[Any] = set()
+
 
 def lowering(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Makes the decorated function Inductor's lowering of ``op``.
@@ -79,6 +82,57 @@ def start_reusing(op: Any, in_place: Any, inputs: Any, *args: Any) -> Any:
     ir._CollectiveKernel.create_inplace(in_place, copy, *args)
     _keep_unless_waited_for(copy)
     return copy
+
+
+def ordered(op: Any) -> None:
+    """Keeps the calls of ``op``, and of all ops said to be ordered, in a graph and in their order.
+
+    By an effect token from each call to the next, which neither AOTAutograd nor Inductor sees
+    through. Inductor's collectives keep their place among them, see :func:`start_in_order`.
+    """
+    from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+    _ordered.add(op)
+    _register_effectful_op(op, _EffectType.ORDERED)
+    torch.fx.node.has_side_effect(op)
+
+
+def start_in_order(op: Any, tensors: Any, *args: Any) -> list[Any]:
+    """A node of an :func:`ordered` ``op`` that returns a list of fresh buffers.
+
+    It starts after every collective that the graph starts before it, and none of these is waited
+    for earlier than the graph says: a peer may need this node before it starts its own collective.
+    """
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    in_flight = _in_flight(V.graph.operations)
+    outputs = ir._CollectiveKernel.create_out_of_place(op, tensors, *args)
+    node = outputs[0].inputs[0]
+    for name in in_flight:
+        # A wait reads what it waits for, and so comes after whatever may have written there.
+        buffer = V.graph.get_buffer(name)
+        layout = ir.NoneLayout(device=buffer.get_device())
+        node.mutation_outputs.append(ir.MutationOutput(layout, buffer, node))
+    return [ir.TensorBox.create(output) for output in outputs]
+
+
+def _in_flight(operations: list[Any]) -> list[str]:
+    """The buffers that collectives among ``operations`` write and that no wait has ended."""
+    from torch._inductor import ir
+
+    names: dict[str, None] = {}
+    for operation in operations:
+        written = [
+            name for m in getattr(operation, "mutation_outputs", ()) for name in m.mutation_names
+        ]
+        if isinstance(operation, ir._WaitKernel):
+            for name in written:
+                names.pop(name, None)
+        elif isinstance(operation, ir._CollectiveKernel) and operation.op_overload not in _ordered:
+            outputs = getattr(operation, "outputs", ())
+            names.update(dict.fromkeys([*written, *(output.get_name() for output in outputs)]))
+    return list(names)
 
 
 def _keep_unless_waited_for(*buffers: Any) -> None:

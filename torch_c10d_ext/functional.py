@@ -31,6 +31,7 @@ from torch_c10d_ext.ops.all_to_all_single import (
     all_to_all_single,
     all_to_all_single_autograd,
 )
+from torch_c10d_ext.ops.batch_isend_irecv import batch_isend_irecv
 from torch_c10d_ext.ops.broadcast import broadcast, broadcast_coalesced, broadcast_inplace
 from torch_c10d_ext.ops.copy_to_group import copy_to_group
 from torch_c10d_ext.ops.gather import gather
@@ -48,6 +49,7 @@ from torch_c10d_ext.ops.reduce_scatter_tensor import (
     reduce_scatter_tensor_inplace,
 )
 from torch_c10d_ext.ops.scatter import scatter
+from torch_c10d_ext.ops.wait_message import wait_message
 from torch_c10d_ext.ops.wait_tensor import wait_tensor
 
 __all__ = [
@@ -69,6 +71,7 @@ __all__ = [
     "all_to_all_single",
     "all_to_all_single_autograd",
     "allow_inflight_collective_as_graph_input_ctx",
+    "batch_isend_irecv",
     "broadcast",
     "broadcast_coalesced",
     "broadcast_inplace",
@@ -86,6 +89,7 @@ __all__ = [
     "reduce_scatter_tensor_coalesced",
     "reduce_scatter_tensor_inplace",
     "scatter",
+    "wait_message",
     "wait_tensor",
     "work_of",
 ]

@@ -2,18 +2,22 @@
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/view_as_real.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <algorithm>
 #include <numeric>
+#include <tuple>
 #include <typeinfo>
 #include <utility>
 #include <vector>
 
 #include "backends/shm.h"
 #include "core/memory.h"
+#include "core/messages.h"
+#include "core/patience.h"
 #include "core/pending.h"
 
 // torch 2.13 renamed _allgather_base, alltoall_base and their kin; 2.11 has the old names alone.
@@ -94,6 +98,14 @@ class Channel {
     return backend_ ? verb(*backend_) : verb(*process_group_);
   }
 
+  // Around calls that start as one, which the work of the second holds.
+  void begin_batch(c10::DeviceType device) const {
+    backend_ ? backend_->startCoalescing() : process_group_->startCoalescing(device);
+  }
+  WorkPtr end_batch(c10::DeviceType device) const {
+    return backend_ ? backend_->endCoalescing() : process_group_->endCoalescing(device);
+  }
+
   void attach(at::TensorList outs, Started started) const {
     c10d_ext::attach(op_, group_, outs, started.work, std::move(started.finish),
                      has_future_ ? &subscribe_to_future : nullptr);
@@ -116,6 +128,19 @@ class Channel {
   }
   bool has_coalesced() const {
     return nccl_ || complete_;
+  }
+
+  // Messages of any dtype and strides.
+  bool has_any_message() const {
+    return complete_;
+  }
+  // One message is not done before its peer's is started, so several must start as one.
+  bool starts_messages_together() const {
+    return nccl_;
+  }
+  // A message as a work that any number of threads can ask and wait for.
+  WorkPtr askable(WorkPtr work) const {
+    return gloo_ ? with_patience(std::move(work)) : work;
   }
 
   // Gloo and nccl keep a collective's inputs alive themselves; of others nothing is known.
@@ -928,6 +953,65 @@ void start_scatter(std::string_view op, const Group& group, const at::Tensor& so
   WorkPtr work =
       channel.start([&](auto& backend) { return backend.scatter(received, lists, options); });
   channel.attach(out, {work, std::move(finish)});
+}
+
+std::vector<WorkPtr> start_messages(std::string_view op, const Group& group,
+                                    c10::ArrayRef<Message> messages) {
+  const Channel channel(op, group, messages.front().tensor);
+  // What travels, all of it at hand before the first one goes out.
+  std::vector<Tensors> wires;
+  std::vector<Finish> finishes;
+  for (const auto& message : messages) {
+    at::Tensor wire = message.tensor;
+    Finish finish;
+    if (channel.has_any_message()) {
+      // As torch sends it, so that its functions may be at the other end.
+      if (wire.is_complex()) {
+        if (message.sends) {
+          wire = wire.resolve_conj().resolve_neg();
+        } else if (wire.is_conj() || wire.is_neg()) {
+          std::tie(wire, finish) = landing(wire);
+        }
+        wire = at::view_as_real(wire);
+      }
+      wire = alias_of(wire);
+    } else if (message.sends) {
+      wire = bytes_of(dense(wire));
+    } else {
+      std::tie(wire, finish) = landing(wire);
+      wire = bytes_of(wire);
+    }
+    wires.push_back({wire});
+    finishes.push_back(std::move(finish));
+  }
+  const bool together = channel.starts_messages_together() && messages.size() > 1;
+  if (together) {
+    channel.begin_batch(messages.front().tensor.device().type());
+  }
+  std::vector<WorkPtr> started;
+  for (size_t i = 0; i < messages.size(); ++i) {
+    const auto peer = static_cast<int>(messages[i].peer);
+    const auto tag = static_cast<int>(messages[i].tag);
+    started.push_back(channel.start([&](auto& backend) {
+      if (messages[i].sends) {
+        return backend.send(wires[i], peer, tag);
+      }
+      return messages[i].peer == kAnySource ? backend.recvAnysource(wires[i], tag)
+                                            : backend.recv(wires[i], peer, tag);
+    }));
+  }
+  if (together) {
+    const WorkPtr all = channel.end_batch(messages.front().tensor.device().type());
+    std::fill(started.begin(), started.end(), all);
+  }
+  std::vector<WorkPtr> works;
+  for (size_t i = 0; i < messages.size(); ++i) {
+    const Message& message = messages[i];
+    Finish finish = then(channel.keep(wires[i][0]), std::move(finishes[i]));
+    works.push_back(follow(op, group, alias_of(message.tensor), channel.askable(started[i]),
+                           std::move(finish), message.sends ? group.rank() : message.peer));
+  }
+  return works;
 }
 
 }  // namespace c10d_ext

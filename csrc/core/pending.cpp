@@ -71,6 +71,25 @@ class PendingWork : public c10d::Work {
         cpu_(outputs.empty() || outputs.front().is_cpu()),
         subscribe_(cpu_ ? subscribe : nullptr) {}
 
+  // A message from `source`, a rank of the group, or -1: the backend will know.
+  PendingWork(std::string_view op, const Group& group, at::TensorList outputs,
+              c10::intrusive_ptr<c10d::Work> inner, Finish finish, int64_t source)
+      : PendingWork(op, group, outputs, std::move(inner), std::move(finish), nullptr) {
+    what_ = "message";
+    source_rank_ = source;
+    ++messages_in_flight;
+  }
+
+  ~PendingWork() override {
+    if (is_message() && inner_ != nullptr) {
+      --messages_in_flight;
+    }
+  }
+
+  static size_t count_messages() {
+    return messages_in_flight;
+  }
+
   void enlist() {
     const auto self = PendingWorkPtr::reclaim_copy(this);
     for (const auto& output : outputs_) {
@@ -157,8 +176,24 @@ class PendingWork : public c10d::Work {
         settle(future);
         return future;
       }
+      if (is_message() && cpu_) {
+        const auto self = PendingWorkPtr::reclaim_copy(this);
+        const auto inner = inner_;
+        const auto future = future_;
+        lock.unlock();
+        subscribe_to_future(*inner,
+                            [self](std::exception_ptr error) { self->complete(std::move(error)); });
+        return future;
+      }
     }
     return future_;
+  }
+
+  // The sender of a message, once it is there.
+  int sourceRank() const override {
+    const auto inner = running();
+    return static_cast<int>(source_rank_ >= 0 || !inner ? source_rank_.load()
+                                                        : inner->sourceRank());
   }
 
   uint64_t getSequencenumber() const override {
@@ -199,6 +234,10 @@ class PendingWork : public c10d::Work {
   }
 
  private:
+  bool is_message() const {
+    return what_ == "message";
+  }
+
   c10::intrusive_ptr<c10d::Work> running() const {
     std::lock_guard<std::mutex> lock(mutex_);
     return inner_;
@@ -250,6 +289,12 @@ class PendingWork : public c10d::Work {
       inner.swap(inner_);
       error_ = error ? described(error) : nullptr;
       future = future_;
+      if (is_message()) {
+        --messages_in_flight;
+        if (!error_ && source_rank_ < 0 && retrieveOpType() == c10d::OpType::RECVANYSOURCE) {
+          source_rank_ = inner->sourceRank();
+        }
+      }
       if (!error_) {
         // Kept on failure, so that the storages stay known as the ones that never got their data.
         outputs = outputs_;
@@ -306,13 +351,16 @@ class PendingWork : public c10d::Work {
   }
 
   std::string text(const char* cause) const {
-    const std::string prefix = std::string(op_) + ": the collective must complete, got ";
+    const std::string prefix = c10::str(op_, ": the ", what_, " must complete, got ");
     return std::string_view(cause).substr(0, prefix.size()) == prefix
                ? std::string(cause)
                : c10::str(prefix, cause, " ", where(rank_in_group_, group_size_, group_name_));
   }
 
+  static inline std::atomic<size_t> messages_in_flight{0};
+
   const std::string_view op_;  // the ops' names are literals
+  std::string_view what_ = "collective";
   // Formatted into a text only when something fails.
   const std::string group_name_;
   const int64_t rank_in_group_;
@@ -331,6 +379,7 @@ class PendingWork : public c10d::Work {
   const Subscribe subscribe_;
   std::atomic<bool> listed_{true};
   std::atomic<uint64_t> sequence_number_{0};
+  std::atomic<int64_t> source_rank_{-1};
 };
 
 void Registry::add(const c10::StorageImpl* storage, const PendingWorkPtr& work) {
@@ -492,6 +541,13 @@ void attach(std::string_view op, const Group& group, at::TensorList outputs,
   started_here().add(std::move(pending));
 }
 
+c10::intrusive_ptr<c10d::Work> follow(std::string_view op, const Group& group, at::Tensor tensor,
+                                      c10::intrusive_ptr<c10d::Work> work, Finish finish,
+                                      int64_t source) {
+  return c10::make_intrusive<PendingWork>(op, group, std::vector<at::Tensor>{std::move(tensor)},
+                                          std::move(work), std::move(finish), source);
+}
+
 void wait(const at::Tensor& t) {
   const auto* storage = storage_of(t);
   if (storage == nullptr) {
@@ -537,7 +593,7 @@ c10::intrusive_ptr<c10d::Work> work_of(const at::Tensor& t) {
 }
 
 size_t pending_count() {
-  return Registry::get().size();
+  return Registry::get().size() + PendingWork::count_messages();
 }
 
 }  // namespace c10d_ext

@@ -38,6 +38,13 @@ void subscribe_to_future(c10d::Work& work, std::function<void(std::exception_ptr
 void attach(std::string_view op, const Group& group, at::TensorList outputs,
             const c10::intrusive_ptr<c10d::Work>& work, Finish finish, Subscribe subscribe);
 
+// A started message as a work of its own, which whoever started it keeps: it is attached to no
+// storage. `source`: the rank that sends it, -1 where the backend will know. The caller's work is
+// dropped: the message still arrives, but `finish` may not run.
+c10::intrusive_ptr<c10d::Work> follow(std::string_view op, const Group& group, at::Tensor tensor,
+                                      c10::intrusive_ptr<c10d::Work> work, Finish finish,
+                                      int64_t source);
+
 // Waits for every collective that writes `t`'s storage. Blocks on CPU, orders streams on CUDA.
 void wait(const at::Tensor& t);
 
@@ -51,7 +58,7 @@ bool is_pending(const at::Tensor& t);
 // The newest work that writes `t`'s storage, or null.
 c10::intrusive_ptr<c10d::Work> work_of(const at::Tensor& t);
 
-// Works attached and neither completed nor waited for.
+// Works attached, and messages, neither completed nor waited for.
 size_t pending_count();
 
 }  // namespace c10d_ext

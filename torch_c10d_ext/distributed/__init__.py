@@ -2,9 +2,9 @@
 
 ``import torch_c10d_ext.distributed as dist``, and nothing else changes: the same names, arguments
 and results. Groups, stores, ranks and object collectives are torch's own, shared with every other
-user of ``torch.distributed`` in the process. The collectives are this package's ops: on gloo they
-take every dtype, reduce op, stride and size, and ``torch.compile(fullgraph=True)``, ``make_fx`` and
-``torch.export`` walk through them, ``async_op=True`` and ``wait()`` included.
+user of ``torch.distributed`` in the process. Collectives and messages are this package's ops: on
+gloo they take every dtype, reduce op, stride and size, and ``torch.compile(fullgraph=True)``,
+``make_fx`` and ``torch.export`` walk through them, ``async_op=True`` and ``wait()`` included.
 
 Gradients: as in ``torch.distributed``, these calls are outside autograd, eager and traced alike. A
 tensor keeps its history and gets new values; nothing flows back through the communication.
@@ -68,6 +68,24 @@ from torch_c10d_ext.distributed._collectives import (
 )
 from torch_c10d_ext.distributed._collectives import (
     scatter as scatter,
+)
+from torch_c10d_ext.distributed._messages import (
+    P2POp as P2POp,
+)
+from torch_c10d_ext.distributed._messages import (
+    batch_isend_irecv as batch_isend_irecv,
+)
+from torch_c10d_ext.distributed._messages import (
+    irecv as irecv,
+)
+from torch_c10d_ext.distributed._messages import (
+    isend as isend,
+)
+from torch_c10d_ext.distributed._messages import (
+    recv as recv,
+)
+from torch_c10d_ext.distributed._messages import (
+    send as send,
 )
 
 all_gather_single = _all_gather_base = all_gather_into_tensor

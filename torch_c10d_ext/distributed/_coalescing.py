@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,53 @@ class Call(NamedTuple):
         )
 
 
+class HeldMessage:
+    """The work of a message that starts at the end of its block."""
+
+    def __init__(self, message: _delivery.Message) -> None:
+        self.message = message
+        self.started: Any = None
+
+    def _work(self) -> Any:
+        if self.started is None:
+            raise RuntimeError(
+                "coalescing_manager: the block must end before its messages are waited for, got a "
+                "wait inside of it"
+            )
+        return self.started
+
+    def wait(self, timeout: dt.timedelta | None = None) -> bool:
+        """Waits for the message, after the block."""
+        return self._work().wait(timeout) if timeout else self._work().wait()
+
+    def is_completed(self) -> bool:
+        """Whether the message has started and is complete."""
+        return self.started is not None and self.started.is_completed()
+
+    def is_success(self) -> bool:
+        """Whether it is complete without an error."""
+        return self.started is not None and self.started.is_success()
+
+    def exception(self) -> Any:
+        """Its error, or None."""
+        return None if self.started is None else self.started.exception()
+
+    def result(self) -> list[Tensor]:
+        """The message's tensor."""
+        return [self.message.tensor]
+
+    def get_future(self) -> Any:
+        """The future of the message, after the block."""
+        return self._work().get_future()
+
+    def source_rank(self) -> int:
+        """The sender within the group, after :meth:`wait`."""
+        return self._work()._source_rank()
+
+    _source_rank = source_rank
+    synchronize = wait
+
+
 # The open blocks by the name of their group.
 _open: dict[str, CoalescingManager] = {}
 
@@ -40,8 +88,9 @@ class CoalescingManager:
     """Fires the calls of a ``with`` block as one.
 
     ``all_reduce``, ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` on the group of the
-    block start at its end; neighbours of one kind, reduce op, dtype and device travel together.
-    Other calls start at once.
+    block start at its end; neighbours of one kind, reduce op, dtype and device travel together. So
+    do ``isend`` and ``irecv``, neighbours as one batch, whose works can be waited for after the
+    block. Other calls start at once.
 
     Args:
         group: the group whose calls are held back, see :data:`torch_c10d_ext.functional.Group`.
@@ -70,7 +119,7 @@ class CoalescingManager:
     ) -> None:
         self._name = group_name(group)
         self._async_ops = async_ops
-        self._calls: list[Call] = []
+        self._calls: list[Call | HeldMessage] = []
         self._works: list[Any] = []
 
     def __enter__(self) -> CoalescingManager:  # noqa: PYI034
@@ -100,16 +149,47 @@ class CoalescingManager:
         self._works = []
 
     def _fire(self) -> None:
-        runs: list[list[Call]] = []
+        self._start()
+        if not self._async_ops:
+            self.wait()
+
+    def _start(self) -> None:
+        runs: list[list[Any]] = []
         for call in self._calls:
-            if runs and runs[-1][0].goes_with(call):
+            if runs and _go_together(runs[-1][0], call):
                 runs[-1].append(call)
             else:
                 runs.append([call])
         self._calls = []
-        self._works += [_start(self._name, calls) for calls in runs]
-        if not self._async_ops:
-            self.wait()
+        for calls in runs:
+            if isinstance(calls[0], HeldMessage):
+                works = _delivery.start_messages([held.message for held in calls], self._name)
+                for held, work in zip(calls, works, strict=True):
+                    held.started = work
+                self._works += works
+            else:
+                self._works.append(_start(self._name, calls))
+
+
+def _go_together(first: Call | HeldMessage, call: Call | HeldMessage) -> bool:
+    if isinstance(first, HeldMessage) or isinstance(call, HeldMessage):
+        return isinstance(first, HeldMessage) and isinstance(call, HeldMessage)
+    return first.goes_with(call)
+
+
+def hold_messages(name: str, messages: list[_delivery.Message]) -> list[HeldMessage] | None:
+    """Keeps messages for the end of the group's block, and gives their works; None: none open."""
+    if name not in _open:
+        return None
+    held = [HeldMessage(message) for message in messages]
+    _open[name]._calls += held
+    return held
+
+
+def release(name: str) -> None:
+    """Starts what the group's block holds back, for a message that cannot be held to follow."""
+    if name in _open:
+        _open[name]._start()
 
 
 def hold(name: str, call: Call) -> bool:

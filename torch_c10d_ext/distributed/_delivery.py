@@ -1,4 +1,4 @@
-"""From a started collective to what the caller gets: the data in his tensors, or a Work."""
+"""From a started call to what the caller gets: the data in his tensors, or a Work."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import datetime as dt
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from torch_c10d_ext import _C
 from torch_c10d_ext._async import writes_directly
 
 _wait = torch.ops.c10d_ext.wait_tensor.default
+_start_messages = torch.ops.c10d_ext.batch_isend_irecv.default
+_wait_message = torch.ops.c10d_ext.wait_message.default
 
 # The tensors that the values of one started tensor go to, one after the other.
 Targets = Sequence[Tensor]
@@ -152,3 +154,77 @@ def _settle(started: list[Tensor], targets: Sequence[Targets]) -> None:
             pieces = values.view(-1).split([part.numel() for part in parts])
             for part, piece in zip(parts, pieces, strict=True):
                 part.copy_(piece.view(part.shape))
+
+
+class Message(NamedTuple):
+    """A message of this rank."""
+
+    tensor: Tensor
+    sends: bool
+    peer: int  # in the group; -1: any source
+    tag: int
+
+
+class TracedMessage:
+    """What a traced message returns: its wait is a node of the graph, as :class:`TracedWork`'s."""
+
+    def __init__(self, ticket: Tensor, message: Message) -> None:
+        self._ticket = ticket
+        self._message = message
+        self._source: Tensor | None = None
+
+    def wait(self, timeout: dt.timedelta | None = None) -> bool:
+        """Puts what is received into its tensor; the group's timeout ends a traced wait."""
+        if self._source is None:
+            target = self._message.tensor
+            sizes = [0] if self._message.sends else target.shape
+            values, self._source = _wait_message(self._ticket, sizes, target.dtype)
+            if not self._message.sends:
+                with torch.no_grad():
+                    target.copy_(values)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it has been waited for: a graph does not branch on what a backend has done."""
+        return self._source is not None
+
+    def is_success(self) -> bool:
+        """As :meth:`is_completed`: a graph ends where a message fails."""
+        return self._source is not None
+
+    def exception(self) -> None:
+        """None: a graph ends where a message fails."""
+
+    def result(self) -> list[Tensor]:
+        """The message's tensor."""
+        return [self._message.tensor]
+
+    def source(self) -> Tensor:
+        """The sender within the group, an int64 scalar, after :meth:`wait`."""
+        if self._source is None:
+            raise RuntimeError("source_rank: the message must be waited for, got a call before")
+        return self._source
+
+    def source_rank(self) -> int:
+        """The sender within the group, after :meth:`wait`."""
+        peer = self._message.peer
+        return self.source().item() if peer < 0 else peer  # type: ignore[return-value]
+
+    _source_rank = source_rank
+    synchronize = wait
+
+
+def start_messages(messages: list[Message], name: str) -> list[Any]:
+    """The works of messages that start together."""
+    tensors = [message.tensor for message in messages]
+    args = (
+        tensors,
+        [message.peer for message in messages],
+        [message.sends for message in messages],
+        [message.tag for message in messages],
+        name,
+    )
+    if all(in_place(tensor) for tensor in tensors):
+        return _C.start_messages(*args)
+    tickets = _start_messages(*args)
+    return [TracedMessage(t, m) for t, m in zip(tickets, messages, strict=True)]

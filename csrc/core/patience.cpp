@@ -1,0 +1,183 @@
+#include "core/patience.h"
+
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+namespace c10d_ext {
+
+namespace {
+
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+class PatientWork final : public c10d::Work {
+ public:
+  explicit PatientWork(WorkPtr inner)
+      : c10d::Work(-1, inner->retrieveOpType()), inner_(std::move(inner)) {}
+
+  ~PatientWork() override {
+    if (inner_ == nullptr) {
+      return;
+    }
+    // Nobody waits, and so nobody holds this: but the peer counts on the message.
+    try {
+      std::thread([inner = std::move(inner_)] {
+        try {
+          inner->wait(kNoTimeout);
+        } catch (...) {
+        }
+      }).detach();
+    } catch (...) {
+    }
+  }
+
+  bool isCompleted() override {
+    listen();
+    std::lock_guard<std::mutex> lock(mutex_);
+    return inner_ == nullptr;
+  }
+
+  bool isSuccess() const override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return inner_ == nullptr && !error_;
+  }
+
+  std::exception_ptr exception() const override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return error_;
+  }
+
+  bool wait(std::chrono::milliseconds timeout) override {
+    if (timeout != kNoTimeout) {
+      listen();  // gloo would close the connection at the end of a patience of its own
+    } else if (take()) {
+      run();
+    }
+    std::unique_lock<std::mutex> lock(mutex_);
+    const auto is_over = [this] { return inner_ == nullptr; };
+    if (timeout == kNoTimeout) {
+      over_.wait(lock, is_over);  // the taker's wait ends by the backend's own timeout
+    } else if (!over_.wait_for(lock, timeout, is_over)) {
+      C10_THROW_ERROR(DistBackendError, c10::str("no end after ", timeout.count(), " ms"));
+    }
+    if (error_) {
+      std::rethrow_exception(error_);
+    }
+    return true;
+  }
+
+  void synchronize() override {
+    wait(kNoTimeout);
+  }
+
+  void abort() override {
+    WorkPtr inner;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      inner = inner_;
+    }
+    if (inner) {
+      inner->abort();
+    }
+  }
+
+  int sourceRank() const override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return source_rank_;
+  }
+
+  uint64_t getSequencenumber() const override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return inner_ ? inner_->getSequencenumber() : 0;
+  }
+
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    bool is_over = false;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      is_over = inner_ == nullptr;
+      if (!future_) {
+        future_ = c10::make_intrusive<c10::ivalue::Future>(c10::NoneType::get());
+      }
+    }
+    is_over ? settle() : listen();
+    return future_;
+  }
+
+ private:
+  // Whether the caller is the one to wait at the backend.
+  bool take() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return !std::exchange(taken_, true);
+  }
+
+  void listen() {
+    if (take()) {
+      const auto self = c10::intrusive_ptr<PatientWork>::reclaim_copy(this);
+      std::thread([self] { self->run(); }).detach();
+    }
+  }
+
+  void run() {
+    std::exception_ptr error;
+    int source = -1;
+    try {
+      inner_->wait(kNoTimeout);
+      if (inner_->retrieveOpType() == c10d::OpType::RECVANYSOURCE) {
+        source = inner_->sourceRank();
+      }
+    } catch (...) {
+      error = std::current_exception();
+    }
+    WorkPtr inner;  // released without the lock
+    c10::intrusive_ptr<c10::ivalue::Future> future;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      inner.swap(inner_);
+      error_ = error;
+      source_rank_ = source;
+      future = future_;
+    }
+    over_.notify_all();
+    if (future) {
+      settle();
+    }
+  }
+
+  // Once over. A callback may ask for the future again.
+  void settle() {
+    if (settled_.exchange(true)) {
+      return;
+    }
+    if (error_) {
+      future_->setErrorIfNeeded(error_);
+    } else {
+      future_->markCompleted(c10::IValue());
+    }
+  }
+
+  mutable std::mutex mutex_;
+  std::condition_variable over_;
+  WorkPtr inner_;  // null once over
+  bool taken_ = false;
+  std::exception_ptr error_;
+  int source_rank_ = -1;
+  std::atomic<bool> settled_{false};
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+}  // namespace
+
+c10::intrusive_ptr<c10d::Work> with_patience(c10::intrusive_ptr<c10d::Work> work) {
+  return c10::make_intrusive<PatientWork>(std::move(work));
+}
+
+}  // namespace c10d_ext

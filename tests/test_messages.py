@@ -1,0 +1,723 @@
+"""Point to point: in eager as torch.distributed has it, and the same in a graph."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import inspect
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import torch_c10d_ext
+import torch_c10d_ext.distributed as ours
+from tests.contract import Report, calls_in, verify
+from tests.harness import run, values
+from torch_c10d_ext import functional
+
+BACKENDS = ("gloo", "shm")
+SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (5,), (2, 3))
+# A message that never comes ends a test, not the machine's patience.
+DEADLINE = 150
+
+on_every_backend = pytest.mark.parametrize(
+    ("backend", "size"), list(itertools.product(BACKENDS, (2, 3, 4)))
+)
+NAMES = ("send", "recv", "isend", "irecv", "P2POp", "batch_isend_irecv")
+
+
+def ends() -> tuple[int, int, int]:
+    """This rank, and its neighbours in the ring."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    return rank, (rank + 1) % n, (rank - 1) % n
+
+
+def value(rank: int, shape: tuple[int, ...] = (4,), salt: int = 0) -> Tensor:
+    numel = torch.Size(shape).numel()
+    return (torch.arange(float(numel)) + 100 * rank + 10 * salt).view(shape)
+
+
+def idle() -> None:
+    """Nothing is left in flight, on any rank."""
+    ours.barrier()
+    assert torch_c10d_ext.pending_count() == 0
+
+
+# --- surface -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_signature_is_torchs(name: str) -> None:
+    theirs = inspect.signature(getattr(dist, name)).parameters
+    mine = inspect.signature(getattr(ours, name)).parameters
+    assert list(mine) == list(theirs)
+    assert [p.default for p in mine.values()] == [p.default for p in theirs.values()]
+    assert getattr(ours, name) is not getattr(dist, name)
+    assert inspect.getdoc(getattr(ours, name))
+
+
+# --- values --------------------------------------------------------------------------------------
+
+
+def _every_dtype_and_layout() -> Any:
+    rank, right, left = ends()
+    report = Report()
+    for dtype, shape in itertools.product(values.DTYPES, SHAPES):
+        mine, theirs = values.bits(shape, dtype, rank), values.bits(shape, dtype, left)
+        for layout in values.layouts(dtype, shape):
+            what = f"{dtype} {shape} {layout}"
+            x = values.lay_out(mine, layout)
+            want = values.lay_out(theirs, layout)
+            y = torch.zeros_like(want).contiguous()
+            if layout != "expanded":  # memory that receives holds each element once
+                y = values.lay_out(y, layout)
+            before = values.memory(x)
+            with report.attempt(what):
+                works = [ours.irecv(y, left), ours.isend(x, right)]
+                assert [work.wait() for work in works] == [True, True]
+                report.expect(what, values.mismatch(y, want, bitwise=True))
+                report.expect(f"{what}: sent", values.memory(x) != before)
+    idle()
+    return report.result()
+
+
+@on_every_backend
+def test_every_dtype_and_layout(backend: str, size: int) -> None:
+    verify(size, _every_dtype_and_layout, backend=backend, deadline=DEADLINE)
+
+
+def _speaks_torchs_language(ours_sends: bool) -> None:
+    """At the other end is torch itself."""
+    rank, right, left = ends()
+    for dtype in (torch.float32, torch.int64, torch.complex64, torch.bool):
+        x, want = values.bits((3,), dtype, rank), values.bits((3,), dtype, left)
+        y = torch.zeros_like(want)
+        send, recv = (ours.isend, dist.irecv) if ours_sends else (dist.isend, ours.irecv)
+        works = [send(x, right), recv(y, left)]
+        for work in works:
+            work.wait()
+        assert not (wrong := values.mismatch(y, want, bitwise=True)), wrong
+
+
+@pytest.mark.parametrize("ours_sends", [True, False])
+def test_messages_to_and_from_torch(ours_sends: bool) -> None:
+    for backend in BACKENDS:
+        run(2, _speaks_torchs_language, ours_sends, backend=backend)
+
+
+def _returns_and_orders(api: Any) -> list[Any]:
+    """A program of torch.distributed, and what came of it."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    last, seen = n - 1, []
+    # Order of one tag, and tags against the order.
+    if rank == 0:
+        for salt in range(3):
+            assert api.send(value(0, salt=salt), last) is None
+        api.send(value(0, salt=5), group_dst=last, tag=5)
+        api.send(value(0, salt=6), last, tag=6)
+    elif rank == last:
+        x = torch.zeros(4)
+        for _ in range(3):
+            seen += [api.recv(x, 0), x.clone()]
+        b = torch.zeros(4)
+        works = [api.irecv(b, 0, tag=6), api.irecv(x, 0, tag=5)]
+        for work in reversed(works):
+            seen += [work.wait()]
+        seen += [x.clone(), b, api.get_rank()]
+    api.barrier()
+    # From any source: everyone's message arrives once.
+    if rank == 0:
+        got = {}
+        for _ in range(last):
+            y = torch.zeros(4)
+            source = api.recv(y, tag=1)
+            got[source] = y
+        y = torch.zeros(4)
+        work = api.irecv(y, tag=2)
+        work.wait()
+        got["work"] = (work._source_rank() > 0, y[0].item() == 100 * work._source_rank())
+        for _ in range(last - 1):
+            api.irecv(y, tag=2).wait()
+        seen += [sorted(got.items(), key=str)]
+    else:
+        api.send(value(rank), 0, tag=1)
+        api.send(value(rank), 0, tag=2)
+    api.barrier()
+    # A group, in its ranks.
+    pair = api.new_group([last, 0])
+    z = value(rank)
+    if rank in (0, last):
+        me = api.get_rank(pair)
+        other = 1 - me
+        if me == 0:
+            seen += [api.send(z, group=pair, group_dst=other)]
+        else:
+            seen += [api.recv(z, group=pair, group_src=other), z]
+    else:
+        with pytest.warns(UserWarning, match="irecv|recv"):
+            seen += [api.recv(z, group=pair, group_src=0)]
+        with pytest.warns(UserWarning, match="irecv"):
+            seen += [api.irecv(z, group=pair, group_src=0)]
+    api.barrier()
+    # A batch.
+    _, right, left = ends()
+    y = torch.zeros(4)
+    ops = [api.P2POp(api.isend, value(rank), right), api.P2POp(api.irecv, y, left)]
+    seen += [[getattr(op, a) for a in ("peer", "tag", "group_peer")] for op in ops]
+    assert ops[0].group is dist.group.WORLD
+    for work in api.batch_isend_irecv(ops):
+        work.wait()
+    return [*seen, y]
+
+
+def _same_as_torch() -> None:
+    theirs, mine = str(_returns_and_orders(dist)), str(_returns_and_orders(ours))
+    assert mine == theirs
+    idle()
+
+
+@on_every_backend
+def test_a_program_of_torch_gives_the_same(backend: str, size: int) -> None:
+    run(size, _same_as_torch, backend=backend, deadline=DEADLINE)
+
+
+# --- works ---------------------------------------------------------------------------------------
+
+
+def _works() -> None:
+    rank = dist.get_rank()
+    x = torch.zeros(6)[::2]
+    if rank == 0:
+        work = ours.irecv(x, 1)
+        assert isinstance(work, dist.Work)
+        assert not work.is_completed()  # rank 1 sends after the barrier
+        with pytest.raises(RuntimeError, match=r"recv: the (message|wait) must"):
+            work.wait(dt.timedelta(milliseconds=50))
+        assert not work.is_completed()
+        future = work.get_future()
+        assert not future.done()
+        ours.barrier()
+        (got,) = future.wait()
+        assert torch.equal(got, value(1, (3,)))
+        assert torch.equal(x, value(1, (3,)))
+        assert work.wait() and work.wait(dt.timedelta(seconds=20))  # once more does nothing
+        assert work.is_completed() and work.is_success() and work.exception() is None
+        assert work._source_rank() == 1
+    else:
+        ours.barrier()
+        work = ours.isend(value(1, (3,)), 0)
+        work.get_future().wait()
+        assert work.wait() and work.is_completed() and work.is_success()
+    # Asked until it is there.
+    y = torch.zeros(2)
+    work = ours.irecv(y, 1 - rank) if rank else ours.isend(value(0, (2,)), 1)
+    while not work.is_completed():
+        pass
+    assert rank == 0 or torch.equal(y, value(0, (2,)))
+    # Sent, and never waited for.
+    if rank:
+        ours.isend(value(1), 0, tag=3)
+    else:
+        z = torch.zeros(4)
+        ours.recv(z, 1, tag=3)
+        assert torch.equal(z, value(1))
+    ours.barrier()
+
+
+def test_works() -> None:
+    for backend in BACKENDS:
+        run(2, _works, backend=backend, deadline=DEADLINE)
+
+
+def _a_message_that_never_comes() -> None:
+    short = dist.new_group(timeout=dt.timedelta(seconds=2))
+    ours.barrier()
+    if dist.get_rank() == 0:
+        x = torch.zeros(3)
+        program = torch.compile(
+            lambda x: ours.recv(x, 1, short), backend="aot_eager", fullgraph=True
+        )
+        with pytest.raises(RuntimeError, match=r"recv: the message .*must.*rank 0/2"):
+            program(x)
+        assert torch.equal(x, torch.zeros(3))
+    ours.barrier()
+
+
+def test_waiting_ends_with_the_groups_timeout() -> None:
+    for backend in BACKENDS:
+        run(2, _a_message_that_never_comes, backend=backend, deadline=DEADLINE)
+
+
+# --- coalescing ----------------------------------------------------------------------------------
+
+
+def _blocks(compiled: bool) -> None:
+    rank, right, left = ends()
+
+    def program(x: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = torch.zeros(4), torch.zeros(4)
+        with ours.coalescing_manager():
+            work = ours.irecv(a, left)
+            ours.isend(x, right)
+            ours.all_reduce(total)
+            ours.irecv(b, left, tag=1)
+            ours.isend(x + 1, right, tag=1)
+        work.wait()
+        with ours.coalescing_manager(async_ops=True) as block:
+            ours.isend(a * 2, right)
+            ours.irecv(b.view(2, 2), left, tag=0)
+        block.wait()
+        return a, b
+
+    f = torch.compile(program, fullgraph=True) if compiled else program
+    total = torch.full((2,), rank + 1.0)
+    n = dist.get_world_size()
+    with _open_blocks_are_closed():
+        a, b = f(value(rank), total)
+    assert torch.equal(a, value(left))
+    assert torch.equal(b, value((left - 1) % n) * 2)
+    assert torch.equal(total, torch.full((2,), n * (n + 1) / 2))
+    with ours.coalescing_manager():
+        early = ours.isend(value(rank), right)
+        assert not early.is_completed()
+        with pytest.raises(RuntimeError, match="the block must end before its messages"):
+            early.wait()
+        late = ours.irecv(a, left)
+    assert early.wait() and late.is_completed() and late._source_rank() == left
+    with contextlib.suppress(KeyError), ours.coalescing_manager():
+        ours.isend(value(rank), right)
+        raise KeyError
+    idle()  # what the block held back has not been sent
+
+
+@contextlib.contextmanager
+def _open_blocks_are_closed() -> Any:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "While compiling, we found certain side effects")
+        yield
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_blocks(compiled: bool) -> None:
+    for backend, size in itertools.product(BACKENDS, (2, 3)):
+        run(size, _blocks, compiled, backend=backend, deadline=DEADLINE)
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+
+def _refused() -> None:
+    n, rank = dist.get_world_size(), dist.get_rank()
+    other = 1 - rank
+    x = torch.ones(4)
+    spread = torch.ones(1).expand(3)
+    sub = ours.new_group([0, 1])
+    here = rf".*\(rank {rank}/{n}, group '0'\)"
+    p2p = ours.P2POp(ours.isend, x, other)
+    elsewhere = ours.P2POp(ours.isend, x, other, sub)
+    single: list[tuple[dict[str, Any], type[Exception], str]] = [
+        (dict(tensor=[x], dst=other), TypeError, f"tensor must be a Tensor, got list{here}"),
+        (dict(tensor=x, dst=other, group_dst=other), ValueError, "one of dst and group_dst"),
+        (dict(tensor=x, dst=n), ValueError, f"dst must be a rank of the group.*got {n}{here}"),
+        (dict(tensor=x, group_dst=n), ValueError, f"group_dst must be.*0 to 1, got {n}{here}"),
+        (dict(tensor=x, group_dst=-1), ValueError, f"got -1{here}"),
+        (dict(tensor=x, group_dst="a"), TypeError, f"group_dst must be an int, got str{here}"),
+        (dict(tensor=x, dst=rank), ValueError, f"must be another rank, got {rank}{here}"),
+        (dict(tensor=x, dst=other, tag="a"), TypeError, f"tag must be an int, got str{here}"),
+        (dict(tensor=x, dst=other, tag=-1), ValueError, f"tag must be.*got -1{here}"),
+        (dict(tensor=x.to_sparse(), dst=other), TypeError, "must be a dense"),
+    ]
+    bad: list[tuple[Callable[[], Any], type[Exception], str]] = []
+    for kwargs, error, text in single:
+        for f in (ours.send, ours.isend, ours.recv, ours.irecv):
+            mine = kwargs
+            if "recv" in f.__name__:
+                text = text.replace("dst", "src")
+                mine = {k.replace("dst", "src"): v for k, v in kwargs.items()}
+            prefix = "" if "dense" in text else f"{f.__name__}: "
+            bad.append((lambda f=f, a=mine: f(**a), error, prefix + ".*" + text))
+    bad += [
+        (lambda: ours.send(x), ValueError, "send: one of dst and group_dst"),
+        (lambda: ours.irecv(spread, other), ValueError, "a place of its own"),
+        (lambda: ours.P2POp(print, x, other), ValueError, "P2POp: op must be isend or irecv"),
+        (lambda: ours.P2POp(ours.isend, 3, other), TypeError, "P2POp: tensor must be a Tensor"),
+        (lambda: ours.P2POp(ours.isend, x), ValueError, "P2POp: one of peer and group_peer"),
+        (lambda: ours.P2POp(ours.isend, x, n), ValueError, "P2POp: peer must be a rank"),
+        (lambda: ours.batch_isend_irecv([]), IndexError, "at least one P2POp, got none"),
+        (lambda: ours.batch_isend_irecv(3), ValueError, "a list of P2POp, got 3"),
+        (lambda: ours.batch_isend_irecv([x]), ValueError, "a list of P2POp"),
+        (lambda: ours.batch_isend_irecv([p2p, elsewhere]), ValueError, f"of one group.*{here}"),
+        (
+            lambda: functional.batch_isend_irecv([x], [other], [True, False]),
+            ValueError,
+            "batch_isend_irecv: each message must have",
+        ),
+        (lambda: functional.wait_message(x), ValueError, "wait_message: ticket must be.*another"),
+    ]
+    for call, error, text in bad:
+        with pytest.raises(error, match=text):
+            call()
+    # The same type as torch's, where torch does not end the process.
+    for name, args in (
+        ("isend", ([x], other)),
+        ("isend", (x,)),
+        ("send", (x, rank)),
+        ("isend", (x, other, None, "a")),
+        ("P2POp", (print, x, other)),
+        ("P2POp", (dist.isend, 3, other)),
+        ("batch_isend_irecv", ([],)),
+        ("batch_isend_irecv", (3,)),
+    ):
+        errors = []
+        for api in (dist, ours):
+            with pytest.raises(Exception) as info:
+                getattr(api, name)(*args)
+            errors.append(info.type)
+        assert errors[0] is errors[1], (name, args, errors)
+    idle()
+    works = [ours.isend(value(rank), other), ours.irecv(x, other)]  # the group is as it was
+    for work in works:
+        work.wait()
+    assert torch.equal(x, value(other))
+
+
+def test_bad_input_is_refused_before_anything_is_sent() -> None:
+    for backend in BACKENDS:
+        run(2, _refused, backend=backend)
+
+
+# --- graphs --------------------------------------------------------------------------------------
+
+
+def _ring(x: Tensor) -> list[Tensor]:
+    """Neighbours start in opposite orders; waits stand in the order that hangs when moved up."""
+    rank, right, left = ends()
+    a, b = torch.empty_like(x), torch.zeros(8)[::2]
+    if rank % 2:
+        works = [ours.irecv(a, left), ours.isend(x, right)]
+    else:
+        works = [ours.isend(x, right), ours.irecv(a, left)]
+    for work in works:
+        work.wait()
+    ops = [ours.P2POp(ours.irecv, b, right, tag=7), ours.P2POp(ours.isend, x * 3, left, tag=7)]
+    for work in ours.batch_isend_irecv(ops):
+        work.wait()
+    return [a + 1, b.clone()]
+
+
+def _ring_wants(rank: int, n: int) -> list[Tensor]:
+    return [value((rank - 1) % n) + 1, value((rank + 1) % n) * 3]
+
+
+def _pipeline(x: Tensor) -> list[Tensor]:
+    """Micro-batches pass through the ranks; sends have no result and are waited for at the end."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    sent, outs = [], []
+    for part in range(3):
+        y = x[part] * 1
+        if rank > 0:
+            assert ours.recv(y, rank - 1, tag=part) == rank - 1
+        y = y * 2 + 1
+        outs.append(y)
+        if rank < n - 1:
+            sent.append(ours.isend(y, rank + 1, tag=part))
+    for work in sent:
+        work.wait()
+    return outs
+
+
+def _pipeline_wants(rank: int, n: int) -> list[Tensor]:
+    outs = []
+    for part in range(3):
+        y = value(0)[part]
+        for _ in range(rank + 1):
+            y = y * 2 + 1
+        outs.append(y)
+    return outs
+
+
+def _blocking(x: Tensor) -> list[Tensor]:
+    """Blocking calls that take turns, with collectives between; nothing hangs on their results."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    y, total = torch.zeros_like(x), torch.ones(2)
+    work = ours.all_reduce(total, async_op=True) if rank == 0 else None
+    for turn in range(2):
+        for source in range(n - 1):
+            if rank == source:
+                ours.send(x + turn, source + 1)
+            elif rank == source + 1:
+                assert ours.recv(y, source) == source
+        ours.barrier() if turn == 1 else None
+        if work is None:
+            work = ours.all_reduce(total, async_op=True)
+        elif turn == 0:
+            work.wait()
+    work.wait()
+    return [y, total]
+
+
+def _blocking_wants(rank: int, n: int) -> list[Tensor]:
+    return [value(rank - 1) + 1 if rank else torch.zeros(4), torch.full((2,), float(n))]
+
+
+PROGRAMS: dict[str, tuple[Any, Any]] = {
+    "ring": (_ring, _ring_wants),
+    "pipeline": (_pipeline, _pipeline_wants),
+    "blocking": (_blocking, _blocking_wants),
+}
+
+
+class Program(torch.nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.program = PROGRAMS[name][0]
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return self.program(x)
+
+
+def _runs(kind: str) -> None:
+    n, rank = dist.get_world_size(), dist.get_rank()
+    for name, (program, wants) in PROGRAMS.items():
+        want = wants(rank, n)
+        x = value(rank)
+        f: Any = program
+        if kind in ("aot_eager", "inductor"):
+            torch._dynamo.reset()
+            f = torch.compile(program, backend=kind, fullgraph=True)
+        elif kind == "peak_memory":
+            import torch._inductor.config as config
+
+            torch._dynamo.reset()
+            options = {"reorder_for_peak_memory": True, "reorder_for_compute_comm_overlap": True}
+            assert all(hasattr(config, option) for option in options)
+            f = torch.compile(program, fullgraph=True, options=options)
+        elif kind == "make_fx":
+            f = make_fx(program)(x)
+            f.graph.eliminate_dead_code()
+            f.recompile()
+        elif kind in ("strict", "non-strict"):
+            f = torch.export.export(Program(name), (x,), strict=kind == "strict").module()
+        for _ in range(3):
+            for got, w in zip(f(x), want, strict=True):
+                assert torch.equal(got, w), (name, got, w)
+        idle()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(
+    "kind", ["eager", "aot_eager", "inductor", "peak_memory", "make_fx", "strict", "non-strict"]
+)
+def test_programs_never_hang(kind: str, size: int) -> None:
+    run(size, _runs, kind, backend="gloo" if size != 3 else "shm", deadline=DEADLINE)
+
+
+def _from_any_source(kind: str) -> None:
+    n, rank = dist.get_world_size(), dist.get_rank()
+    members = list(range(1, n))
+    some = ours.new_group(members)  # whose ranks are not those of the world
+    me = rank - 1
+
+    def program(x: Tensor, source: int) -> tuple[Tensor, Any]:
+        y = torch.zeros_like(x)
+        if me == 0:
+            return y, ours.recv(y, group=some)
+        if me == source:
+            ours.send(x, group=some, group_dst=0)
+        return y, None
+
+    for source in range(1, n - 1) if rank else ():
+        torch._dynamo.reset()
+        f: Any = program
+        if kind != "eager":
+            f = torch.compile(program, backend=kind, fullgraph=True)
+        y, got = f(value(rank), source)
+        if me == 0:
+            assert got == members[source]
+            assert torch.equal(y, value(members[source]))
+        ours.barrier(some)
+
+
+def _refuses_a_rank_it_cannot_trace() -> None:
+    rank = dist.get_rank()
+
+    def ranked(x: Tensor) -> int:
+        return ours.recv(x)
+
+    def unranked(x: Tensor) -> Tensor:
+        ours.irecv(x).wait()
+        return x + 1
+
+    if rank == 0:
+        with pytest.raises(Exception, match="capture_scalar_outputs = True"):
+            torch.compile(ranked, backend="aot_eager", fullgraph=True)(torch.zeros(4))
+        y = torch.compile(unranked, backend="aot_eager", fullgraph=True)(torch.zeros(4))
+        assert torch.equal(y, value(1) + 1)
+    else:
+        ours.send(value(rank), 0)
+
+
+def _with_scalars(kind: str) -> None:
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        _from_any_source(kind)
+
+
+@pytest.mark.parametrize("kind", ["eager", "aot_eager", "inductor"])
+def test_any_source_in_a_group(kind: str) -> None:
+    run(4, _with_scalars, kind, deadline=DEADLINE)
+
+
+def test_the_rank_of_any_source_needs_a_setting() -> None:
+    run(2, _refuses_a_rank_it_cannot_trace, deadline=DEADLINE)
+
+
+def _trains() -> None:
+    """Outside autograd, in the forward half of a graph alone; backward sends nothing."""
+    rank, right, left = ends()
+
+    def program(x: Tensor, w: Tensor, leaf: Tensor) -> Tensor:
+        y, got = x * w, torch.zeros_like(x)
+        works = [ours.isend(y, right), ours.irecv(got, left)]
+        z = (y * y).sin()
+        for work in works:
+            work.wait()
+        works = [ours.isend(z, left), ours.irecv(leaf, right)]
+        for work in works:
+            work.wait()
+        return (y * got * z).sum()
+
+    results = []
+    for kind in (None, "aot_eager", "inductor"):
+        torch._dynamo.reset()
+        x, w = value(rank).requires_grad_(), torch.tensor(0.5, requires_grad=True)
+        leaf = torch.zeros(4, requires_grad=True)
+        f: Any = torch.compile(program, backend=kind, fullgraph=True) if kind else program
+        loss = f(x, w, leaf)
+        loss.backward()
+        assert leaf.requires_grad and leaf.grad is None
+        results.append((loss.detach(), x.grad, w.grad, leaf.detach()))
+    for result in results[1:]:
+        for got, want in zip(result, results[0], strict=True):
+            torch.testing.assert_close(got, want)
+    idle()
+
+
+def test_gradients_pass_by() -> None:
+    run(2, _trains, deadline=DEADLINE)
+
+
+def _graphs() -> None:
+    """What is traced: messages that nobody uses stay, in their order, dynamic sizes included."""
+    rank = dist.get_rank()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def capture(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        from torch._dynamo.backends.common import aot_autograd
+
+        def compiler(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+            gm.graph.eliminate_dead_code()
+            gm.recompile()
+            graphs.append(gm)
+            return gm.forward
+
+        return aot_autograd(fw_compiler=compiler)(gm, inputs)
+
+    def program(x: Tensor) -> Tensor:
+        if rank == 0:
+            ours.send(x, 1)
+            ours.isend(x + 1, 1, tag=2)  # nobody waits
+            ours.isend(x + 2, 1, tag=2).wait()
+            return x
+        y = torch.zeros_like(x)
+        ours.recv(y, 0)
+        ours.irecv(y, 0, tag=2).wait()
+        z = torch.zeros_like(x)
+        ours.recv(z, 0, tag=2)
+        return y + z
+
+    f = torch.compile(program, backend=capture, fullgraph=True, dynamic=True)
+    for size in (4, 6, 7):
+        x = value(0, (size,))
+        got = f(x)
+        assert torch.equal(got, x if rank == 0 else 2 * x + 3)
+    assert len(graphs) == 1
+    calls = [str(n.args[1]) for n in graphs[0].graph.nodes if "with_effects" in str(n.target)]
+    short = ["start" if "batch_isend_irecv" in c else "wait" for c in calls]
+    want = ["start", "wait", "start", "start", "wait"]
+    assert short == (want if rank == 0 else ["start", "wait"] * 3), calls
+    traced = make_fx(program)(value(0))
+    assert [c for c in calls_in(traced.graph) if "message" in c or "isend" in c]
+    idle()
+
+
+def test_what_a_graph_holds() -> None:
+    run(2, _graphs, deadline=DEADLINE)
+
+
+def _beside_collectives() -> None:
+    """A collective waits for the peer that waits for a message first, in Inductor's order too."""
+    rank = dist.get_rank()
+
+    def program(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y, total = torch.zeros_like(x), x * 1
+        if rank == 0:
+            work = ours.all_reduce(total, async_op=True)
+            ours.send(x * 2, 1)  # before rank 1 takes part in the collective
+            work.wait()
+            ours.send(x * 3, 1)
+            ours.barrier()
+        else:
+            ours.recv(y, 0)
+            ours.all_reduce(total)
+            z = torch.zeros_like(x)
+            ours.recv(z, 0)
+            ours.barrier()
+            y = y + z
+        return y, total, total + 1
+
+    x = value(rank)
+    for options in ({}, {"reorder_for_peak_memory": True}):
+        torch._dynamo.reset()
+        f = torch.compile(program, fullgraph=True, options=options)
+        for _ in range(2):
+            y, total, more = f(x)
+            assert torch.equal(y, value(0) * 5 if rank else torch.zeros(4))
+            assert torch.equal(total, value(0) + value(1))
+            assert torch.equal(more, total + 1)
+    idle()
+
+
+def test_beside_collectives() -> None:
+    for backend in BACKENDS:
+        run(2, _beside_collectives, backend=backend, deadline=DEADLINE)
+
+
+def _leaves_the_graph() -> None:
+    rank, right, left = ends()
+
+    def program(x: Tensor, y: Tensor) -> tuple[Tensor, Any, Any]:
+        return x * 2, ours.irecv(y, left), ours.isend(x, right)
+
+    for kind in ("aot_eager", "inductor"):
+        torch._dynamo.reset()
+        x, y = value(rank), torch.zeros(4)
+        twice, received, sent = torch.compile(program, backend=kind, fullgraph=True)(x, y)
+        x.zero_()  # a graph has sent a copy
+        received.wait()
+        sent.wait()
+        assert torch.equal(y, value(left))
+        assert torch.equal(twice, value(rank) * 2)
+        assert received.is_completed() and received._source_rank() == left
+    idle()
+
+
+def test_works_that_leave_the_graph() -> None:
+    run(2, _leaves_the_graph, deadline=DEADLINE)
