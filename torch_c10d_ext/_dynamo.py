@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from torch_c10d_ext._groups import refuse_in_a_graph
+
 # Set by install(), and how many installed() blocks are open, in all threads.
 _wanted = False
 _blocks = 0
@@ -44,7 +46,7 @@ def install() -> None:
         torch_c10d_ext.install()
         step = torch.compile(library.step, fullgraph=True)  # calls torch.distributed.broadcast
     """
-    _refuse_in_a_graph("install")
+    refuse_in_a_graph("install")
     global _wanted
     with _tables():
         was = _wanted
@@ -68,7 +70,7 @@ def uninstall() -> None:
 
         torch_c10d_ext.uninstall()
     """
-    _refuse_in_a_graph("uninstall")
+    refuse_in_a_graph("uninstall")
     global _wanted
     if not _wanted:
         return
@@ -92,7 +94,7 @@ def installed() -> Iterator[None]:
         with torch_c10d_ext.installed():
             y = torch.compile(library.step, fullgraph=True)(x)
     """
-    _refuse_in_a_graph("installed")
+    refuse_in_a_graph("installed")
     global _blocks
     with _tables():
         _blocks += 1
@@ -122,13 +124,6 @@ def substitutes() -> dict[Callable[..., Any], str]:
                 if type(theirs) is FunctionType:
                     pairs.setdefault(theirs, name)
     return pairs
-
-
-def _refuse_in_a_graph(name: str) -> None:
-    if torch.compiler.is_compiling():
-        raise RuntimeError(
-            f"{name}: must be called outside compiled code, got a call that is being traced"
-        )
 
 
 def _tables() -> Any:
