@@ -112,8 +112,8 @@ class Channel {
   void attach(at::TensorList outs, Started started) const {
     c10d_ext::attach(op_, group_, outs, started.work, std::move(started.finish),
                      !has_future_     ? nullptr
-                : process_group_ ? &subscribe_if_possible
-                                 : &subscribe_to_future);
+                     : process_group_ ? &subscribe_if_possible
+                                      : &subscribe_to_future);
   }
 
   ReductionPlan plan(const Reduction& reduction, c10::ScalarType dtype) const {
