@@ -29,6 +29,7 @@ if _BUILT_WITH.split(".")[:2] != torch.__version__.split(".")[:2]:
 from torch_c10d_ext import _C as _C
 from torch_c10d_ext import _backends, _groups, _inductor, errors, functional
 from torch_c10d_ext._async import AsyncCollectiveTensor, pending_count, work_of
+from torch_c10d_ext._dynamo import install, installed, uninstall
 from torch_c10d_ext.report import Compute, Link, communication_report
 
 _C.set_group_names_provider(_groups.known_names)
@@ -44,6 +45,9 @@ __all__ = [
     "communication_report",
     "errors",
     "functional",
+    "install",
+    "installed",
     "pending_count",
+    "uninstall",
     "work_of",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime as dt
+import weakref
 from typing import Any, TypeAlias
 
 import torch
@@ -84,6 +86,14 @@ def member(op: str, group: Group) -> str | None:
     return group_name(group)
 
 
+def refuse_in_a_graph(op: str) -> None:
+    """Raises where a tracer calls; without ``fullgraph=True`` Dynamo then leaves the graph."""
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"{op}: must be called outside compiled code, got a call that is being traced"
+        )
+
+
 def group_rank(name: str) -> int:
     """This rank in the group registered as ``name``."""
     return c10d._resolve_process_group(name).rank()
@@ -109,6 +119,76 @@ def root_of(op: str, role: str, name: str, rank: int | None, rank_in_group: int 
 def cpu_backend(pg: dist.ProcessGroup) -> dist.Backend:
     """What serves CPU tensors in a group."""
     return pg._get_backend(torch.device("cpu"))
+
+
+# How many groups were made of a group's ranks. Its ranks count alike, so they agree on a name; that
+# torch derives from the number of groups on a rank differs where only some ranks were in others.
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+# Names that all ranks of a group share where torch gave it one that they do not.
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+
+
+def _next_name(parent: dist.ProcessGroup, what: str, ranks: list[int]) -> str:
+    count = _made[parent] = _made.get(parent, 0) + 1
+    name = _agreed.get(parent, parent.group_name)
+    return f"{name}/{what}{count}:{'.'.join(map(str, ranks))}"
+
+
+def split_off(
+    parent: dist.ProcessGroup,
+    ranks: list[int],
+    backend: str,
+    timeout: dt.timedelta | None,
+    options: Any | None,
+    description: str | None,
+) -> dist.ProcessGroup | None:
+    """A group of ``ranks`` of ``parent``, which all ranks of ``parent`` call with lists of theirs.
+
+    As ``new_group`` makes it, under a name that depends on nothing but ``parent``; None on a rank
+    that is not in ``ranks``.
+    """
+    name = _next_name(parent, "split", [])
+    if parent.rank() not in ranks:
+        return None
+    members = [_world_ranks(parent.group_name)[rank] for rank in ranks]
+    name += ".".join(map(str, ranks))
+    pg, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(parent.rank()),
+        members,
+        dist.Backend(backend),
+        c10d._get_default_store(),
+        name,
+        backend_options=options,
+        timeout=timeout or c10d._get_default_timeout(dist.Backend(backend)),
+        group_desc=description,
+    )
+    c10d._world.pg_group_ranks[pg] = {member: rank for rank, member in enumerate(members)}
+    return pg
+
+
+def shrunk(
+    pg: dist.ProcessGroup, ranks_to_exclude: list[int], flags: int, options: Any | None
+) -> dist.ProcessGroup:
+    """What torch's ``shrink_group`` does, for a group on gloo, which has no ``shrink``."""
+    c10d._validate_shrink_inputs(ranks_to_exclude, flags)
+    about = c10d._prepare_shrink_target_group(pg)
+    gone = c10d._validate_and_process_excluded_ranks(ranks_to_exclude, about)
+    gloo = cpu_backend(pg)
+    if flags == c10d.SHRINK_ABORT:
+        gloo.abort()
+    left = [rank for rank in range(pg.size()) if rank not in gone]
+    name = _next_name(pg, "shrink", left)
+    store = dist.PrefixStore(name, c10d._get_default_store())
+    timeout = (options or gloo.options)._timeout
+    backend = dist.ProcessGroupGloo(store, left.index(pg.rank()), len(left), timeout=timeout)
+    backend._set_sequence_number_for_group()
+    about["pg_options_override"] = options
+    smaller = c10d._finalize_shrunk_group(about, gone, backend)
+    _agreed[smaller] = name
+    return smaller
 
 
 def device_of(name: str) -> str:

@@ -1868,8 +1868,9 @@ ShmBackend::Connected ShmBackend::connect(const c10::intrusive_ptr<c10d::Store>&
           {}};
 }
 
-void ShmBackend::when_settled(c10d::Work& work, std::function<void(std::exception_ptr)> over) {
+bool ShmBackend::when_settled(c10d::Work& work, std::function<void(std::exception_ptr)> over) {
   static_cast<ShmWork&>(work).flight().when_settled(std::move(over));
+  return true;
 }
 
 void ShmBackend::close_all(Milliseconds grace) {

@@ -56,7 +56,7 @@ class ShmBackend final : public c10d::Backend {
 
   // Calls `over` once a work that a start_* returned is complete, from whichever thread notices:
   // it must not block.
-  static void when_settled(c10d::Work& work, std::function<void(std::exception_ptr)> over);
+  static bool when_settled(c10d::Work& work, std::function<void(std::exception_ptr)> over);
 
   ~ShmBackend() override;
 

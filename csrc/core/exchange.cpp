@@ -77,6 +77,7 @@ class Channel {
     }
     if (!pg->hasBackends()) {
       process_group_ = pg;
+      has_future_ = t.is_cpu();
       return;
     }
     try {
@@ -92,10 +93,24 @@ class Channel {
     has_future_ = gloo_ || name == "shm";
   }
 
-  // Runs `verb` on the backend.
+  // Runs `verb` on the backend. A process group without backends passes most of what it was not
+  // given on to the backends that it does not have.
   template <class Verb>
   WorkPtr start(Verb&& verb) const {
-    return backend_ ? verb(*backend_) : verb(*process_group_);
+    if (backend_) {
+      return verb(*backend_);
+    }
+    try {
+      return verb(*process_group_);
+    } catch (const c10::Error& error) {
+      if (std::string_view(error.what()).find("No backend type associated") ==
+          std::string_view::npos) {
+        throw;
+      }
+      value_error(op_, group_,
+                  "a process group without backends must define allreduce, broadcast and "
+                  "all_to_all_single (or alltoall_base), got one that lacks what this call needs");
+    }
   }
 
   // Around calls that start as one, which the work of the second holds.
@@ -108,7 +123,9 @@ class Channel {
 
   void attach(at::TensorList outs, Started started) const {
     c10d_ext::attach(op_, group_, outs, started.work, std::move(started.finish),
-                     has_future_ ? &subscribe_to_future : nullptr);
+                     !has_future_     ? nullptr
+                     : process_group_ ? &subscribe_if_possible
+                                      : &subscribe_to_future);
   }
 
   ReductionPlan plan(const Reduction& reduction, c10::ScalarType dtype) const {
@@ -117,7 +134,15 @@ class Channel {
 
   // gloo's own reduce-scatter is an all-reduce without a future.
   bool has_reduce_scatter() const {
-    return !gloo_;
+    return !gloo_ && !process_group_;
+  }
+  // Of a process group written in Python C++ reaches a few verbs alone: neither those with a root
+  // nor the gather into one tensor. They are made of all_reduce and all_to_all.
+  bool has_rooted() const {
+    return !process_group_;
+  }
+  bool has_all_gather() const {
+    return !process_group_;
   }
   // Uneven lists of tensors in all_gather and reduce_scatter.
   bool has_uneven_lists() const {
@@ -364,14 +389,6 @@ std::vector<int64_t> elements_of(c10::IntArrayRef rows, int64_t row) {
   return elements;
 }
 
-Started all_gather_bytes(const Channel& channel, const at::Tensor& source_bytes,
-                         const at::Tensor& out_bytes) {
-  at::Tensor in = source_bytes;
-  at::Tensor out = out_bytes;
-  WorkPtr work = channel.start([&](auto& backend) { return backend._allgather_base(out, in); });
-  return {work, channel.keep(in)};
-}
-
 Started all_to_all_bytes(const Channel& channel, const at::Tensor& source_bytes,
                          const at::Tensor& out_bytes, std::vector<int64_t> out_splits,
                          std::vector<int64_t> in_splits) {
@@ -379,6 +396,19 @@ Started all_to_all_bytes(const Channel& channel, const at::Tensor& source_bytes,
   at::Tensor out = out_bytes;
   WorkPtr work = channel.start(
       [&](auto& backend) { return backend.alltoall_base(out, in, out_splits, in_splits); });
+  return {work, channel.keep(in)};
+}
+
+Started all_gather_bytes(const Channel& channel, const at::Tensor& source_bytes,
+                         const at::Tensor& out_bytes) {
+  const int64_t ranks = channel.group().size();
+  if (!channel.has_all_gather()) {
+    const std::vector<int64_t> splits(ranks, source_bytes.numel());
+    return all_to_all_bytes(channel, source_bytes.repeat({ranks}), out_bytes, splits, splits);
+  }
+  at::Tensor in = source_bytes;
+  at::Tensor out = out_bytes;
+  WorkPtr work = channel.start([&](auto& backend) { return backend._allgather_base(out, in); });
   return {work, channel.keep(in)};
 }
 
@@ -589,6 +619,11 @@ void start_reduce(std::string_view op, const Group& group, const at::Tensor& sou
   const Channel channel(op, group, out);
   const bool receives = group.rank() == dst;
   ReductionPlan plan = channel.plan(reduction, out.scalar_type());
+  if (plan.local_only && !channel.has_rooted()) {
+    channel.attach(out, gather_and_reduce(channel, source, receives ? out : at::empty_like(out),
+                                          reduction, plan));
+    return;
+  }
   if (plan.local_only) {
     const Contribution sent = contribution(source, reduction, plan);
     Tensors in{bytes_of(sent.values)};
@@ -616,11 +651,19 @@ void start_reduce(std::string_view op, const Group& group, const at::Tensor& sou
                                                  : encode(source, plan, /*may_alias=*/false),
                                              false);
   const bool divide = reduction.op == ReduceOp::Avg && !channel.has_avg(true);
-  c10d::ReduceOptions options;
-  options.reduceOp = wire_op_of(divide ? ReduceOp::Sum : plan.wire_op);
-  options.rootRank = dst;
+  const c10d::ReduceOp wire_op = wire_op_of(divide ? ReduceOp::Sum : plan.wire_op);
   Tensors tensors{wire};
-  WorkPtr work = channel.start([&](auto& backend) { return backend.reduce(tensors, options); });
+  WorkPtr work = channel.start([&](auto& backend) {
+    if (!channel.has_rooted()) {
+      c10d::AllreduceOptions options;
+      options.reduceOp = wire_op;
+      return backend.allreduce(tensors, options);
+    }
+    c10d::ReduceOptions options;
+    options.reduceOp = wire_op;
+    options.rootRank = dst;
+    return backend.reduce(tensors, options);
+  });
   Finish finish;
   if (!receives) {
     finish = channel.keep(wire);
@@ -913,6 +956,19 @@ void start_gather(std::string_view op, const Group& group, const at::Tensor& sou
   }
   const Channel channel(op, group, source);
   Tensors in{bytes_of(dense(source))};
+  if (!channel.has_rooted()) {
+    // Everyone sends to one rank, and nothing to the others.
+    const int64_t ranks = group.size();
+    std::vector<int64_t> in_splits(ranks, 0);
+    in_splits[dst] = in[0].numel();
+    const std::vector<int64_t> out_splits(ranks, group.rank() == dst ? in[0].numel() : 0);
+    auto [buffer, copy] = landing(out);
+    Started started =
+        all_to_all_bytes(channel, in[0], bytes_of(buffer), out_splits, std::move(in_splits));
+    started.finish = then(std::move(started.finish), std::move(copy));
+    channel.attach(out, std::move(started));
+    return;
+  }
   std::vector<Tensors> lists;
   Finish finish = channel.keep(in[0]);
   if (group.rank() == dst) {
@@ -942,6 +998,20 @@ void start_scatter(std::string_view op, const Group& group, const at::Tensor& so
   const Channel channel(op, group, out);
   auto [buffer, finish] = landing(out);
   Tensors received{bytes_of(buffer)};
+  if (!channel.has_rooted()) {
+    // One rank sends to everyone, the others send nothing.
+    const int64_t ranks = group.size();
+    const bool sends = group.rank() == src;
+    std::vector<int64_t> out_splits(ranks, 0);
+    out_splits[src] = received[0].numel();
+    const at::Tensor in = sends ? bytes_of(dense(source)) : empty_bytes(0, received[0]);
+    Started started =
+        all_to_all_bytes(channel, in, received[0], std::move(out_splits),
+                         std::vector<int64_t>(ranks, sends ? received[0].numel() : 0));
+    started.finish = then(std::move(started.finish), std::move(finish));
+    channel.attach(out, std::move(started));
+    return;
+  }
   std::vector<Tensors> lists;
   if (group.rank() == src) {
     const at::Tensor in = dense(source);

@@ -96,11 +96,12 @@ class PendingWork : public c10d::Work {
       Registry::get().add(storage_of(output), self);
       c10d::register_work(output, self);
     }
-    if (completes_itself()) {
+    if (subscribe_ != nullptr) {
       // The backend's work holds the callback, the callback this work, and this work the
       // backend's: complete() breaks the circle.
       const auto inner = inner_;
-      subscribe_(*inner, [self](std::exception_ptr error) { self->complete(std::move(error)); });
+      subscribed_ = subscribe_(
+          *inner, [self](std::exception_ptr error) { self->complete(std::move(error)); });
     }
   }
 
@@ -163,6 +164,10 @@ class PendingWork : public c10d::Work {
 
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     std::unique_lock<std::mutex> lock(mutex_);
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        inner_ == nullptr || subscribe_ == nullptr || subscribed_, op_,
+        ": the work of the group's backend must have a future, got one without; use wait() ",
+        where(rank_in_group_, group_size_, group_name_));
     if (!future_) {
       std::vector<c10::Device> devices;
       if (!cpu_) {
@@ -223,7 +228,7 @@ class PendingWork : public c10d::Work {
   }
   // Whoever waits or not.
   bool completes_itself() const {
-    return subscribe_ != nullptr;
+    return subscribed_;
   }
   bool is_done() const {
     return running() == nullptr;
@@ -377,6 +382,7 @@ class PendingWork : public c10d::Work {
   Finish finish_;
   const bool cpu_;
   const Subscribe subscribe_;
+  std::atomic<bool> subscribed_{false};
   std::atomic<bool> listed_{true};
   std::atomic<uint64_t> sequence_number_{0};
   std::atomic<int64_t> source_rank_{-1};
@@ -516,10 +522,19 @@ StartedHere& started_here() {
 
 }  // namespace
 
-void subscribe_to_future(c10d::Work& work, std::function<void(std::exception_ptr)> over) {
+bool subscribe_to_future(c10d::Work& work, std::function<void(std::exception_ptr)> over) {
   work.getFuture()->addCallback([over = std::move(over)](c10::ivalue::Future& future) {
     over(future.hasError() ? future.exception_ptr() : nullptr);
   });
+  return true;
+}
+
+bool subscribe_if_possible(c10d::Work& work, std::function<void(std::exception_ptr)> over) {
+  try {
+    return subscribe_to_future(work, std::move(over));
+  } catch (const std::exception&) {
+    return false;
+  }
 }
 
 void attach(std::string_view op, const Group& group, at::TensorList outputs,
@@ -534,7 +549,7 @@ void attach(std::string_view op, const Group& group, at::TensorList outputs,
   }
   auto pending =
       c10::make_intrusive<PendingWork>(op, group, outputs, work, std::move(finish), subscribe);
-  if (subscribe != nullptr) {
+  if (subscribe != nullptr && subscribe != &subscribe_if_possible) {
     pending->note_sequence_number();
   }
   pending->enlist();

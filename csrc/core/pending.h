@@ -20,10 +20,12 @@ namespace c10d_ext {
 // collective, and on the waiting thread's current stream for a CUDA one.
 using Finish = std::function<void()>;
 
-// Calls `over` when a backend's work is complete, from whichever thread notices. Null for a work
-// that cannot tell: it is finished by who waits for it or asks.
-using Subscribe = void (*)(c10d::Work& work, std::function<void(std::exception_ptr error)> over);
-void subscribe_to_future(c10d::Work& work, std::function<void(std::exception_ptr error)> over);
+// Calls `over` when a backend's work is complete, from whichever thread notices; false where the
+// work cannot tell. Null for one that never can: it is finished by who waits for it or asks.
+using Subscribe = bool (*)(c10d::Work& work, std::function<void(std::exception_ptr error)> over);
+bool subscribe_to_future(c10d::Work& work, std::function<void(std::exception_ptr error)> over);
+// The same of a work that may have none, as those written in Python.
+bool subscribe_if_possible(c10d::Work& work, std::function<void(std::exception_ptr error)> over);
 
 // Attaches a started collective to the storages it writes, so that wait_tensor (ours and torch's)
 // finds it. A work that is complete already is finished on the spot and leaves nothing behind.

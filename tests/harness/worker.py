@@ -60,10 +60,11 @@ def main(
         import torch.distributed as dist
 
         import torch_c10d_ext  # noqa: F401
-        from tests.harness import delayed
+        from tests.harness import delayed, python_group
 
         torch.set_num_threads(1)
         delayed.register()
+        python_group.register()
         _make_warnings_errors()
         store = dist.FileStore(os.path.join(scratch, "rendezvous"), world_size)
         dist.init_process_group(

@@ -87,6 +87,30 @@ from torch_c10d_ext.distributed._messages import (
 from torch_c10d_ext.distributed._messages import (
     send as send,
 )
+from torch_c10d_ext.distributed._objects import (
+    all_gather_object as all_gather_object,
+)
+from torch_c10d_ext.distributed._objects import (
+    broadcast_object_list as broadcast_object_list,
+)
+from torch_c10d_ext.distributed._objects import (
+    gather_object as gather_object,
+)
+from torch_c10d_ext.distributed._objects import (
+    recv_object_list as recv_object_list,
+)
+from torch_c10d_ext.distributed._objects import (
+    scatter_object_list as scatter_object_list,
+)
+from torch_c10d_ext.distributed._objects import (
+    send_object_list as send_object_list,
+)
+from torch_c10d_ext.distributed._subgroups import (
+    shrink_group as shrink_group,
+)
+from torch_c10d_ext.distributed._subgroups import (
+    split_group as split_group,
+)
 
 all_gather_single = _all_gather_base = all_gather_into_tensor
 reduce_scatter_single = _reduce_scatter_base = reduce_scatter_tensor

@@ -25,6 +25,7 @@ from torch_c10d_ext._groups import (
     member,
     process_group,
     reduction_of,
+    refuse_in_a_graph,
     root_of,
     where,
 )
@@ -788,6 +789,7 @@ def monitored_barrier(
 
     Source: csrc/backends/shm.cpp
     """
+    refuse_in_a_graph("monitored_barrier")
     name = member("monitored_barrier", group)
     if name is None:
         return

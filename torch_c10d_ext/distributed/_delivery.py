@@ -56,7 +56,46 @@ class TracedWork:
         """The targets."""
         return [t for targets in self._targets for t in targets]
 
+    def get_future(self) -> TracedFuture:
+        """Ends with the targets, and with the work."""
+        return TracedFuture(self, None)
+
     synchronize = wait
+
+
+class TracedFuture:
+    """The future of a traced call: what it waits for, and its callbacks, are nodes of the graph.
+
+    A callback runs when somebody waits for, or asks for the value of, what ``then`` returned.
+    """
+
+    def __init__(self, before: Any, callback: Any) -> None:
+        self._before = before  # a TracedWork, or the future that the callback is called with
+        self._callback = callback
+        self._value: Any = None
+        self._done = False
+
+    def wait(self) -> Any:
+        """What the call, or the callback, gives."""
+        if not self._done:
+            self._before.wait()
+            self._value = (
+                self._before.result() if self._callback is None else self._callback(self._before)
+            )
+            self._done = True
+        return self._value
+
+    def value(self) -> Any:
+        """As :meth:`wait`."""
+        return self.wait()
+
+    def done(self) -> bool:
+        """Whether somebody has waited: a graph does not branch on what a backend has done."""
+        return self._done
+
+    def then(self, callback: Any) -> TracedFuture:
+        """The future of what ``callback`` gives, called with this one."""
+        return TracedFuture(self, callback)
 
 
 class SpreadingWork(dist.Work):
