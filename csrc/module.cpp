@@ -14,6 +14,7 @@
 #include "core/group.h"
 #include "core/pending.h"
 #include "core/wrapper.h"
+#include "lazy/lazy.h"
 
 namespace c10d_ext {
 namespace {
@@ -31,7 +32,7 @@ bool is_traced(const at::Tensor& t) {
                                          c10::DispatchKey::FuncTorchBatched});
   constexpr c10::DispatchKeySet modes({c10::DispatchKey::Python, c10::DispatchKey::PythonDispatcher,
                                        c10::DispatchKey::FuncTorchDynamicLayerFrontMode});
-  return t.is_meta() || t.key_set().has_any(special) ||
+  return t.is_meta() || t.is_lazy() || t.key_set().has_any(special) ||
          c10::impl::tls_local_dispatch_key_set().included_.has_any(modes);
 }
 
@@ -104,8 +105,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::register_exception_translator(translate);
   bind_shm(m);
+  lazy::register_kernels();
 
   m.attr("torch_version") = C10D_EXT_TORCH_VERSION;
+  m.attr("has_lazy") = lazy::is_built();
   m.attr("READY") = static_cast<int64_t>(kReady);
   m.attr("IN_FLIGHT") = static_cast<int64_t>(kInFlight);
   m.attr("TRACED") = static_cast<int64_t>(kTraced);

@@ -7,6 +7,8 @@
 
 #include <vector>
 
+#include "core/calls.h"
+
 // In-place and out= collectives as the functionalization pass sees them: the functional op, its
 // wait, and the result in place of the old value. Waiting at once keeps every later read after the
 // data's arrival; the compiler moves the wait down to the first use where that pays.
@@ -29,8 +31,12 @@ inline std::vector<at::Tensor> functional_values(at::TensorList tensors) {
 }
 
 // Graph passes (Inductor's scheduling and AOTInductor, the partitioner, bucketing) know torch's
-// wait op by name, so that one is what traces record.
+// wait op by name, so that one is what traces record. A lazy graph records ours: torch's has no
+// meaning there.
 inline at::Tensor traced_wait(const at::Tensor& t) {
+  if (t.is_lazy()) {
+    return call::wait_tensor(t);
+  }
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("_c10d_functional::wait_tensor", "")
                              .typed<at::Tensor(const at::Tensor&)>();
