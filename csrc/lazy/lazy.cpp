@@ -74,8 +74,14 @@ hash_t hash_of(const c10::IValue& value) {
     return HashCombine(Hash(std::string_view("str")), Hash(value.toStringRef()));
   }
   if (value.isScalar()) {
+    // Not torch's hash of a scalar, which has no end for complex ones.
     const c10::Scalar scalar = value.toScalar();
-    return HashCombine(Hash(static_cast<int64_t>(scalar.type())), Hash(scalar));
+    const hash_t kind = Hash(static_cast<int64_t>(scalar.type()));
+    if (scalar.isIntegral(/*includeBool=*/true)) {
+      return HashCombine(kind, Hash(scalar.toLong()));
+    }
+    const auto number = scalar.toComplexDouble();
+    return HashCombine(kind, HashCombine(Hash(number.real()), Hash(number.imag())));
   }
   TORCH_CHECK(value.isIntList(), "c10d_ext: no hash for an argument of type ", value.tagKind());
   return HashCombine(Hash(std::string_view("ints")), Hash(value.toIntVector()));
@@ -120,6 +126,8 @@ torch::jit::Node* earliest_point(torch::jit::Graph& graph,
   }
   return latest == nullptr ? *graph.nodes().begin() : latest->next();
 }
+
+}  // namespace
 
 // One call of an op.
 class CallNode final : public torch::lazy::TsNode {
@@ -176,10 +184,9 @@ class CallNode final : public torch::lazy::TsNode {
         value = graph.insertConstant(arguments_.plain[i]);
       } else {
         if (slot->is_list) {
-          value = graph
-                      .insertNode(graph.createList(c10::TensorType::get(),
-                                                   {&*tensor, slot->count}))
-                      ->output();
+          value =
+              graph.insertNode(graph.createList(c10::TensorType::get(), {&*tensor, slot->count}))
+                  ->output();
         } else {
           value = *tensor;
         }
@@ -202,6 +209,8 @@ class CallNode final : public torch::lazy::TsNode {
   const bool is_collective_;
   const bool in_order_;
 };
+
+namespace {
 
 // The newest collective of each lazy device while it waits to be run.
 class Newest {
@@ -305,8 +314,8 @@ void trace(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto node = is_collective ? Newest::get().follow(*device, make) : make(Value());
   std::vector<at::Tensor> outs;
   for (size_t i = 0; i < node->num_outputs(); ++i) {
-    outs.push_back(torch::lazy::CreateAtenFromLtcTensor(
-        LazyTensor::Create(Value(node, i), *device)));
+    outs.push_back(
+        torch::lazy::CreateAtenFromLtcTensor(LazyTensor::Create(Value(node, i), *device)));
   }
   if (is_list) {
     stack->emplace_back(std::move(outs));
@@ -370,9 +379,9 @@ bool is_built() {
 }
 
 void register_kernels() {
-  static const torch::jit::RegisterOperators operators({torch::jit::Operator(
-      "c10d_ext::in_order(Tensor input, Tensor? previous) -> Tensor", in_order,
-      c10::AliasAnalysisKind::CONSERVATIVE)});
+  static const torch::jit::RegisterOperators operators(
+      {torch::jit::Operator("c10d_ext::in_order(Tensor input, Tensor? previous) -> Tensor",
+                            in_order, c10::AliasAnalysisKind::CONSERVATIVE)});
   torch::jit::registerPrePass(sink_waits);
 
   // Every op there is: a new one needs nothing here.
