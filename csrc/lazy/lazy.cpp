@@ -7,8 +7,8 @@
 //  * each collective's node has the one before it as an additional operand, and a lazy tensor held
 //    here keeps the newest one alive until the graph has run;
 //  * in TorchScript a collective takes its input through c10d_ext::in_order, which has side effects
-//    in the compiler's eyes: so calls that look alike are not merged, calls on constants are not
-//    evaluated by the compiler, and calls whose results are unused are not removed.
+//    in the compiler's eyes: so calls that look alike are not merged, and calls whose results are
+//    unused are not removed.
 
 #include "lazy/lazy.h"
 
@@ -324,8 +324,8 @@ void trace(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
 }
 
-// In place and out= forms arrive as functional ones, by functionalization, which torch's lazy
-// tensors pass through unless LTC_DISABLE_FUNCTIONALIZATION is set.
+// In place and out= forms arrive as functional ones, by functionalization, which all lazy tensors
+// pass through.
 void refuse(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
   const size_t count = schema.arguments().size();
