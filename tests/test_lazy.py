@@ -319,7 +319,8 @@ def _calls_that_differ() -> list[tuple[str, Callable[[Tensor], Any], Callable[[T
 
 def _other_group() -> str:
     if not hasattr(_other_group, "made"):
-        _other_group.made = dist.new_group(list(range(dist.get_world_size())))  # type: ignore[attr-defined]
+        everyone = list(range(dist.get_world_size()))
+        _other_group.made = dist.new_group(everyone)  # type: ignore[attr-defined]
     return str(_other_group.made.group_name)  # type: ignore[attr-defined]
 
 
