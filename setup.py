@@ -8,12 +8,14 @@ Environment:
     MAX_JOBS: compile jobs at a time (ninja's default otherwise).
     CXX: the C++ compiler; when unset, ``c++`` is used, through ccache where that is installed.
     TORCH_C10D_EXT_CUDA: 0 builds without CUDA, 1 makes missing CUDA headers an error.
+    TORCH_C10D_EXT_LAZY: 0 builds without lazy tensors, 1 makes it an error that torch has none.
     TORCH_C10D_EXT_DEBUG: 1 builds with ``-O0 -g`` and without ``NDEBUG``.
     TORCH_C10D_EXT_WERROR: 1 turns compiler warnings into errors.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import re
@@ -110,6 +112,19 @@ def cuda_include_dirs() -> list[Path]:
     return []
 
 
+def has_lazy() -> bool:
+    """Whether torch was built with its lazy tensors' TorchScript backend: headers and library."""
+    package = Path(torch.__file__).parent
+    if not (package / "include/torch/csrc/lazy/ts_backend/ts_node.h").is_file():
+        return False
+    try:
+        library = ctypes.CDLL(str(package / "lib" / "libtorch_cpu.so"))
+        ctypes.c_char.in_dll(library, "_ZTIN5torch4lazy6TsNodeE")  # typeinfo of TsNode
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 class Build(BuildExtension):
     """Also records what it was built with, for Python to read before it loads the extension."""
 
@@ -147,6 +162,16 @@ def extension():
             print("no CUDA runtime headers found: building without CUDA stream support")
     elif wanted:
         raise SystemExit(f"TORCH_C10D_EXT_CUDA=1, but torch {torch.__version__} has no CUDA")
+
+    wanted = flag("TORCH_C10D_EXT_LAZY")
+    if wanted is False or not has_lazy():
+        if wanted:
+            raise SystemExit(
+                f"TORCH_C10D_EXT_LAZY=1, but torch {torch.__version__} has no lazy TorchScript "
+                "backend"
+            )
+        print("building without lazy tensors")
+        define_macros.append(("C10D_EXT_WITHOUT_LAZY", "1"))
 
     # 2.12 and newer headers need C++20, and 2.11's accept it. -g0 comes after the -g that
     # distutils takes over from Python's own build.

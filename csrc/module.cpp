@@ -15,6 +15,7 @@
 #include "core/messages.h"
 #include "core/pending.h"
 #include "core/wrapper.h"
+#include "lazy/lazy.h"
 
 namespace c10d_ext {
 namespace {
@@ -26,14 +27,20 @@ enum Delivery : int64_t {
   kTraced = 2,    // under a trace, a mode, a transform or forward mode: an explicit wait
 };
 
-bool is_traced(const at::Tensor& t) {
-  constexpr c10::DispatchKeySet special({c10::DispatchKey::Python, c10::DispatchKey::Functionalize,
+// Whether a mode, a transform or a tensor subclass sees the calls on `t`.
+bool is_intercepted(const at::Tensor& t) {
+  constexpr c10::DispatchKeySet special({c10::DispatchKey::Python,
                                          c10::DispatchKey::FuncTorchGradWrapper,
                                          c10::DispatchKey::FuncTorchBatched});
   constexpr c10::DispatchKeySet modes({c10::DispatchKey::Python, c10::DispatchKey::PythonDispatcher,
                                        c10::DispatchKey::FuncTorchDynamicLayerFrontMode});
-  return t.is_meta() || t.key_set().has_any(special) ||
+  return t.key_set().has_any(special) ||
          c10::impl::tls_local_dispatch_key_set().included_.has_any(modes);
+}
+
+bool is_traced(const at::Tensor& t) {
+  return t.is_meta() || t.is_lazy() || t.key_set().has(c10::DispatchKey::Functionalize) ||
+         is_intercepted(t);
 }
 
 bool has_tangent(const at::Tensor& t) {
@@ -55,7 +62,9 @@ int64_t delivery(const at::Tensor& result) {
 // Whether nobody but the kernel needs to know that `output` becomes a function of `input`.
 bool is_eager(const at::Tensor& output, const at::Tensor& input) {
   for (const at::Tensor* t : {&output, &input}) {
-    if (is_traced(*t) || has_tangent(*t) || (c10::GradMode::is_enabled() && t->requires_grad())) {
+    // Lazy tensors are traced by the kernel itself.
+    const bool traced = t->is_lazy() ? is_intercepted(*t) : is_traced(*t);
+    if (traced || has_tangent(*t) || (c10::GradMode::is_enabled() && t->requires_grad())) {
       return false;
     }
   }
@@ -105,8 +114,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::register_exception_translator(translate);
   bind_shm(m);
+  lazy::register_kernels();
 
   m.attr("torch_version") = C10D_EXT_TORCH_VERSION;
+  m.attr("has_lazy") = lazy::is_built();
   m.attr("READY") = static_cast<int64_t>(kReady);
   m.attr("IN_FLIGHT") = static_cast<int64_t>(kInFlight);
   m.attr("TRACED") = static_cast<int64_t>(kTraced);

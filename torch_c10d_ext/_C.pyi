@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 torch_version: str
+has_lazy: bool
 READY: int
 IN_FLIGHT: int
 TRACED: int

@@ -117,6 +117,8 @@ Tensors all_gather_into_tensor_coalesced_autograd(c10::DispatchKeySet keys, at::
 
 at::Tensor& all_gather_into_tensor_out_functionalize(const at::Tensor& input, int64_t group_size,
                                                      string_view group_name, at::Tensor& out) {
+  check_if_lazy(all_gather_into_tensor_out_handle(), group_name, input, group_size, group_name,
+                out);
   const at::Tensor value = functional_value(input);
   at::AutoDispatchSkipFunctionalize below_functionalize;
   replace_value(out,

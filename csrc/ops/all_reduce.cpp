@@ -188,6 +188,7 @@ Tensors all_reduce_coalesced__autograd(c10::DispatchKeySet keys, at::TensorList 
 
 at::Tensor& all_reduce__functionalize(at::Tensor& input, string_view reduce_op,
                                       string_view group_name, const Factor& factor) {
+  check_if_lazy(all_reduce__handle(), group_name, input, reduce_op, group_name, factor);
   const at::Tensor value = functional_value(input);
   at::AutoDispatchSkipFunctionalize below_functionalize;
   replace_value(input, traced_wait(all_reduce_handle().call(value, reduce_op, group_name, factor)));
@@ -197,6 +198,7 @@ at::Tensor& all_reduce__functionalize(at::Tensor& input, string_view reduce_op,
 at::Tensor& all_reduce_out_functionalize(const at::Tensor& input, string_view reduce_op,
                                          string_view group_name, const Factor& factor,
                                          at::Tensor& out) {
+  check_if_lazy(all_reduce_out_handle(), group_name, input, reduce_op, group_name, factor, out);
   const at::Tensor value = functional_value(input);
   at::AutoDispatchSkipFunctionalize below_functionalize;
   replace_value(out, traced_wait(all_reduce_handle().call(value, reduce_op, group_name, factor)));
@@ -205,6 +207,7 @@ at::Tensor& all_reduce_out_functionalize(const at::Tensor& input, string_view re
 
 Tensors all_reduce_coalesced__functionalize(at::TensorList inputs, string_view reduce_op,
                                             string_view group_name, const Factor& factor) {
+  check_if_lazy(all_reduce_coalesced__handle(), group_name, inputs, reduce_op, group_name, factor);
   const Tensors values = functional_values(inputs);
   at::AutoDispatchSkipFunctionalize below_functionalize;
   replace_values(inputs, all_reduce_coalesced_handle().call(values, reduce_op, group_name, factor));

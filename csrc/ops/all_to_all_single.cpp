@@ -95,6 +95,8 @@ at::Tensor& all_to_all_single_out_functionalize(const at::Tensor& input,
                                                 c10::SymIntArrayRef output_split_sizes,
                                                 c10::SymIntArrayRef input_split_sizes,
                                                 string_view group_name, at::Tensor& out) {
+  check_if_lazy(all_to_all_single_out_handle(), group_name, input, output_split_sizes,
+                input_split_sizes, group_name, out);
   const at::Tensor value = functional_value(input);
   at::AutoDispatchSkipFunctionalize below_functionalize;
   replace_value(out, traced_wait(all_to_all_single_handle().call(value, output_split_sizes,

@@ -115,6 +115,7 @@ Tensors broadcast_coalesced__autograd(c10::DispatchKeySet keys, at::TensorList i
 // Functionalization.
 
 at::Tensor& broadcast__functionalize(at::Tensor& input, int64_t src, string_view group_name) {
+  check_if_lazy(broadcast__handle(), group_name, input, src, group_name);
   const at::Tensor value = functional_value(input);
   at::AutoDispatchSkipFunctionalize below_functionalize;
   replace_value(input, traced_wait(broadcast_handle().call(value, src, group_name)));
@@ -123,6 +124,7 @@ at::Tensor& broadcast__functionalize(at::Tensor& input, int64_t src, string_view
 
 Tensors broadcast_coalesced__functionalize(at::TensorList inputs, int64_t src,
                                            string_view group_name) {
+  check_if_lazy(broadcast_coalesced__handle(), group_name, inputs, src, group_name);
   const Tensors values = functional_values(inputs);
   at::AutoDispatchSkipFunctionalize below_functionalize;
   replace_values(inputs, broadcast_coalesced_handle().call(values, src, group_name));

@@ -100,6 +100,7 @@ at::Tensor& reduce__autograd(c10::DispatchKeySet keys, at::Tensor& input, string
 
 at::Tensor& reduce__functionalize(at::Tensor& input, string_view reduce_op, int64_t dst,
                                   string_view group_name, const Factor& factor) {
+  check_if_lazy(reduce__handle(), group_name, input, reduce_op, dst, group_name, factor);
   const Group group = resolve_group("reduce_", group_name);
   const at::Tensor value = functional_value(input);
   at::AutoDispatchSkipFunctionalize below_functionalize;

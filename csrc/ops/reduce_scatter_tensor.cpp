@@ -147,11 +147,12 @@ Tensors reduce_scatter_tensor_coalesced_autograd(c10::DispatchKeySet keys, at::T
 at::Tensor& reduce_scatter_tensor_out_functionalize(const at::Tensor& input, string_view reduce_op,
                                                     int64_t group_size, string_view group_name,
                                                     const Factor& factor, at::Tensor& out) {
+  check_if_lazy(reduce_scatter_tensor_out_handle(), group_name, input, reduce_op, group_size,
+                group_name, factor, out);
   const at::Tensor value = functional_value(input);
   at::AutoDispatchSkipFunctionalize below_functionalize;
   // Parts stacked along an extra first dim are the same memory as parts along dim 0.
-  const at::Tensor flat =
-      input.dim() == out.dim() ? value : value.reshape_symint({value.sym_numel()});
+  const at::Tensor flat = input.dim() == out.dim() ? value : reshaped(value, {value.sym_numel()});
   replace_value(out, traced_wait(reduce_scatter_tensor_handle().call(flat, reduce_op, group_size,
                                                                      group_name, factor)));
   return out;
