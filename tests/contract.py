@@ -546,12 +546,6 @@ def _check_gradient(
 ) -> None:
     rank, inplace = dist.get_rank(), form in (INPLACE, COALESCED_INPLACE)
     case, n = v.case, dist.get_world_size()
-    if inplace and v.reduce_op in ("product", "min", "max"):
-        # The gradient needs the values that were overwritten.
-        x = torch.ones(case.shapes[rank], dtype=v.dtype, requires_grad=True) * 1
-        text = _error_of(lambda: start(c, form, case, [x]), NotImplementedError)
-        report.expect(f"{what}: refuses a gradient", _lacks(text, "use the functional op"))
-        return
     xs = [smooth_values(s, v.dtype, r) for r, s in enumerate(case.shapes)]
     if ties:  # few distinct values, zero among them
         xs = [

@@ -11,13 +11,30 @@ from torch import Tensor
 Rule = Callable[..., tuple[Any, Any]]
 
 
-def any_dim(op: Any) -> Rule:
-    """The rule of an op that treats every element alike: the batch may sit in any dimension."""
+def any_dim(op: Any, *, local: bool = False) -> Rule:
+    """The rule of an op that treats every element alike: the batch goes first.
+
+    It could stay where it is, but then ranks that batch along different dimensions would combine
+    elements that do not belong together.
+
+    Args:
+        op: the op overload; its first argument is a tensor or a list of tensors.
+        local: nothing is sent, so the batch stays.
+    """
+
+    def first(t: Tensor, dim: int | None) -> Tensor:
+        return t if not dim else t.movedim(dim, 0)
 
     def rule(
         info: Any, in_dims: tuple[Any, ...], input: Any, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        return op(input, *args, **kwargs), in_dims[0]
+        dims = in_dims[0]
+        if local:
+            return op(input, *args, **kwargs), dims
+        if isinstance(input, (list, tuple)):
+            outs = op([first(t, d) for t, d in zip(input, dims, strict=True)], *args, **kwargs)
+            return outs, [None if d is None else 0 for d in dims]
+        return op(first(input, dims), *args, **kwargs), 0
 
     return rule
 

@@ -95,17 +95,32 @@ bool any_has_tangent(at::TensorList tensors) {
   return false;
 }
 
-Tensors tangents_of(const Derivative& derivative, at::TensorList inputs) {
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      derivative.tangent, derivative.name,
-      ": forward-mode derivatives are defined for linear reductions and data movement, got another "
-      "reduce_op; use reverse mode");
+// The outputs' tangents. What they are computed from has none at this level.
+Tensors tangents_of(const Derivative& derivative, at::TensorList inputs, const Tensors& outputs) {
   Tensors tangents;
+  Tensors saved;
   for (const auto& t : inputs) {
-    const auto& tangent = t._fw_grad(/*level=*/0);
-    tangents.push_back(tangent.defined() ? tangent : at::zeros_like(t));
+    const at::Tensor tangent = t._fw_grad(/*level=*/0);
+    const bool is_dual = tangent.defined();
+    tangents.push_back(is_dual ? tangent : at::zeros_like(t));
+    if (derivative.save) {
+      saved.push_back(is_dual ? t._fw_primal(/*level=*/0) : t);
+    }
   }
-  return derivative.tangent(tangents);
+  if (derivative.save) {
+    saved.insert(saved.end(), outputs.begin(), outputs.end());
+  }
+  return derivative.tangent(tangents, saved);
+}
+
+// A leaf that requires grad must not be written.
+void check_no_leaf(std::string_view op, const at::Tensor& input) {
+  TORCH_CHECK(!input.requires_grad() || !input.is_leaf(), op,
+              ": an in-place collective needs a tensor that is no leaf requiring grad, got a leaf "
+              "of shape ",
+              input.sizes(),
+              " that requires grad; use the functional op, or "
+              "torch.no_grad()");
 }
 
 }  // namespace
@@ -137,7 +152,7 @@ Tensors differentiable(at::TensorList inputs, c10::function_ref<Tensors()> forwa
     }
   }
   if (has_tangent) {
-    const Tensors tangents = tangents_of(derivative(), inputs);
+    const Tensors tangents = tangents_of(derivative(), inputs, outputs);
     for (size_t i = 0; i < outputs.size(); ++i) {
       outputs[i]._set_fw_grad(tangents[i], /*level=*/0, /*is_inplace_op=*/false);
     }
@@ -156,9 +171,18 @@ at::Tensor differentiable(const at::Tensor& input, c10::function_ref<at::Tensor(
 }
 
 void differentiable_in_place(std::string_view op, at::TensorList inputs,
-                             c10::function_ref<void()> forward,
+                             c10::function_ref<void()> forward, c10::function_ref<Tensors()> values,
                              const std::function<Derivative()>& derivative) {
   const bool needs_grad = any_requires_grad(inputs);
+  if (needs_grad) {
+    for (const auto& input : inputs) {
+      check_no_leaf(op, input);
+    }
+  }
+  if (any_has_tangent(inputs) || (needs_grad && derivative().save)) {
+    replaced(inputs, values());
+    return;
+  }
   // The edges to what the inputs are now: asked for later, a view would take the version that the
   // collective makes for the one it has a gradient of.
   std::vector<std::pair<Tensors, torch::autograd::edge_list>> written;
@@ -167,12 +191,6 @@ void differentiable_in_place(std::string_view op, at::TensorList inputs,
     Tensors all;
     for (const auto& input : inputs) {
       if (input.requires_grad()) {
-        TORCH_CHECK(!input.is_leaf(), op,
-                    ": an in-place collective needs a tensor that is no leaf requiring grad, got a "
-                    "leaf of shape ",
-                    input.sizes(),
-                    " that requires grad; use the functional op, or "
-                    "torch.no_grad()");
         all.push_back(input);
         any_view = any_view || input.is_view();
       }
@@ -192,9 +210,6 @@ void differentiable_in_place(std::string_view op, at::TensorList inputs,
       }
     }
   }
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      !any_has_tangent(inputs), op,
-      ": forward-mode derivatives need the functional op, got a dual tensor to write in place");
   {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     forward();
@@ -209,6 +224,13 @@ void differentiable_in_place(std::string_view op, at::TensorList inputs,
   }
 }
 
+Tensors replaced(at::TensorList inputs, const Tensors& values) {
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    inputs[i].copy_(values[i]);
+  }
+  return inputs.vec();
+}
+
 void forward_out(std::string_view op, at::TensorList tensors, const at::Tensor& out,
                  c10::function_ref<void()> forward) {
   TORCH_CHECK(!any_requires_grad(tensors) && !any_requires_grad(out), op,
@@ -221,9 +243,34 @@ void forward_out(std::string_view op, at::TensorList tensors, const at::Tensor& 
   torch::autograd::impl::bump_version(out);
 }
 
-at::Tensor pull_back(const Reduction& reduction, const at::Tensor& grad, const at::Tensor& input,
-                     const std::function<at::Tensor()>& reduced, const std::string& group,
-                     int64_t rank, int64_t group_size) {
+namespace {
+
+// `t` times the derivative of min, max or product with respect to this rank's `input`, or times its
+// conjugate.
+at::Tensor weigh(const ReductionRule& rule, const at::Tensor& t, const at::Tensor& input,
+                 c10::function_ref<at::Tensor()> reduced, bool conjugate) {
+  if (rule.reduction.op == ReduceOp::Product) {
+    // The product of the other ranks' values, by multiplication alone: right where values are zero.
+    const at::Tensor all =
+        call::all_gather_into_tensor(input.unsqueeze(0), rule.group_size, rule.group);
+    const at::Tensor others =
+        at::cat({all.narrow(0, 0, rule.rank),
+                 all.narrow(0, rule.rank + 1, rule.group_size - rule.rank - 1)})
+            .prod(0);
+    return t.mul(conjugate ? others.conj() : others);
+  }
+  TORCH_CHECK(rule.reduction.op == ReduceOp::Min || rule.reduction.op == ReduceOp::Max,
+              "reduce_op '", name_of(rule.reduction.op), "' has no derivative");
+  // The ranks that hold the winning value share evenly. Nobody may have waited for it yet.
+  const at::Tensor won = input.eq(call::wait_tensor(reduced())).to(t.scalar_type());
+  const at::Tensor winners = call::all_reduce(won, kSum, rule.group);
+  return t.mul(won).div(winners);
+}
+
+}  // namespace
+
+at::Tensor ReductionRule::pull_back(const at::Tensor& grad, const at::Tensor& input,
+                                    c10::function_ref<at::Tensor()> reduced) const {
   switch (reduction.op) {
     case ReduceOp::Sum:
       return grad;
@@ -231,25 +278,14 @@ at::Tensor pull_back(const Reduction& reduction, const at::Tensor& grad, const a
       return grad.div(group_size);
     case ReduceOp::PremulSum:
       return grad.mul(reduction.factor->conj());
-    case ReduceOp::Min:
-    case ReduceOp::Max: {
-      // The ranks that hold the winning value share the gradient evenly.
-      const at::Tensor won = input.eq(reduced()).to(grad.scalar_type());
-      const at::Tensor winners = call::all_reduce(won, {ReduceOp::Sum, std::nullopt}, group);
-      return grad.mul(won).div(winners);
-    }
-    case ReduceOp::Product: {
-      // The product of the other ranks' values, by multiplication alone: right where values are
-      // zero.
-      const at::Tensor all = call::all_gather_into_tensor(input.unsqueeze(0), group_size, group);
-      const at::Tensor others =
-          at::cat({all.narrow(0, 0, rank), all.narrow(0, rank + 1, group_size - rank - 1)}).prod(0);
-      return grad.mul(others.conj());
-    }
     default:
-      break;
+      return weigh(*this, grad, input, reduced, /*conjugate=*/true);
   }
-  TORCH_CHECK(false, "reduce_op '", name_of(reduction.op), "' has no derivative");
+}
+
+at::Tensor ReductionRule::push_forward(const at::Tensor& tangent, const at::Tensor& input,
+                                       c10::function_ref<at::Tensor()> reduced) const {
+  return weigh(*this, tangent, input, reduced, /*conjugate=*/false);
 }
 
 }  // namespace c10d_ext

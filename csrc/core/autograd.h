@@ -23,9 +23,9 @@ struct Derivative {
   // (gradients of the outputs, saved) -> gradients of the inputs. A gradient that autograd left
   // undefined arrives as zeros, so that all ranks communicate alike.
   std::function<Tensors(const Tensors& grads, const Tensors& saved)> adjoint;
-  // Tangents of the inputs -> tangents of the outputs; empty where forward mode is refused.
-  std::function<Tensors(const Tensors& tangents)> tangent;
-  // Saves the inputs and, after them, the outputs for the adjoint.
+  // (tangents of the inputs, saved) -> tangents of the outputs.
+  std::function<Tensors(const Tensors& tangents, const Tensors& saved)> tangent;
+  // `saved` holds the inputs and, after them, the outputs; else it is empty.
   bool save = false;
 };
 
@@ -35,20 +35,36 @@ Tensors differentiable(at::TensorList inputs, c10::function_ref<Tensors()> forwa
 at::Tensor differentiable(const at::Tensor& input, c10::function_ref<at::Tensor()> forward,
                           const std::function<Derivative()>& derivative);
 
-// The same for an op that writes its inputs. `op` refuses leaves that require grad in words.
+// The same for an op that writes its inputs. `op` refuses leaves that require grad in words. Where
+// the derivative needs what would be overwritten, or there are tangents, the inputs take over
+// `values` instead: those of the functional op, complete.
 void differentiable_in_place(std::string_view op, at::TensorList inputs,
-                             c10::function_ref<void()> forward,
+                             c10::function_ref<void()> forward, c10::function_ref<Tensors()> values,
                              const std::function<Derivative()>& derivative);
+
+// An op that writes a list, under torch.func, which asks an op that mutates for one tensor:
+// `inputs` take over `values`, those of the functional op, complete.
+Tensors replaced(at::TensorList inputs, const Tensors& values);
 
 // out= variants do not differentiate: raises where one of `tensors` would need a gradient.
 void forward_out(std::string_view op, at::TensorList tensors, const at::Tensor& out,
                  c10::function_ref<void()> forward);
 
-// The gradient of a reduction over ranks with respect to this rank's `input`, given `grad`, the
-// gradient of the reduced values summed over all ranks that hold them, and `reduced`, those values
-// (asked for by min and max alone). All three have input's shape.
-at::Tensor pull_back(const Reduction& reduction, const at::Tensor& grad, const at::Tensor& input,
-                     const std::function<at::Tensor()>& reduced, const std::string& group,
-                     int64_t rank, int64_t group_size);
+// What the derivatives of a reduction over ranks ask of its values on this rank. `reduced`, the
+// result with input's shape, is asked for by min and max alone.
+struct ReductionRule {
+  Reduction reduction;
+  std::string group;
+  int64_t rank;
+  int64_t group_size;
+
+  // The gradient with respect to `input`, given `grad`, the gradient of the result summed over all
+  // ranks that hold it.
+  at::Tensor pull_back(const at::Tensor& grad, const at::Tensor& input,
+                       c10::function_ref<at::Tensor()> reduced) const;
+  // What `tangent`, that of `input`, adds to the result's tangent: the sum over ranks of this.
+  at::Tensor push_forward(const at::Tensor& tangent, const at::Tensor& input,
+                          c10::function_ref<at::Tensor()> reduced) const;
+};
 
 }  // namespace c10d_ext

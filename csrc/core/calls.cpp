@@ -1,6 +1,7 @@
 #include "core/calls.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/cat.h>
 
 namespace c10d_ext::call {
 
@@ -14,18 +15,18 @@ c10::TypedOperatorHandle<Signature> find(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
-Tensors waited(Tensors tensors) {
-  for (auto& tensor : tensors) {
-    tensor = wait_tensor(tensor);
-  }
-  return tensors;
-}
-
 }  // namespace
 
 at::Tensor wait_tensor(const at::Tensor& tensor) {
   static const auto op = find<at::Tensor(const at::Tensor&)>("c10d_ext::wait_tensor");
   return op.call(tensor);
+}
+
+Tensors waited(Tensors tensors) {
+  for (auto& tensor : tensors) {
+    tensor = wait_tensor(tensor);
+  }
+  return tensors;
 }
 
 at::Tensor all_reduce(const at::Tensor& input, const Reduction& reduction,
@@ -38,6 +39,9 @@ at::Tensor all_reduce(const at::Tensor& input, const Reduction& reduction,
 
 Tensors all_reduce_coalesced(const Tensors& inputs, const Reduction& reduction,
                              const std::string& group) {
+  if (inputs.size() == 1) {
+    return {all_reduce(inputs[0], reduction, group)};
+  }
   static const auto op =
       find<Tensors(at::TensorList, std::string_view, std::string_view, const Factor&)>(
           "c10d_ext::all_reduce_coalesced");
@@ -53,6 +57,9 @@ at::Tensor all_gather_into_tensor(const at::Tensor& input, int64_t group_size,
 
 Tensors all_gather_into_tensor_coalesced(const Tensors& inputs, int64_t group_size,
                                          const std::string& group) {
+  if (inputs.size() == 1) {
+    return {all_gather_into_tensor(inputs[0], group_size, group)};
+  }
   static const auto op = find<Tensors(at::TensorList, int64_t, std::string_view)>(
       "c10d_ext::all_gather_into_tensor_coalesced");
   return waited(op.call(inputs, group_size, group));
@@ -68,6 +75,9 @@ at::Tensor reduce_scatter_tensor(const at::Tensor& input, const Reduction& reduc
 
 Tensors reduce_scatter_tensor_coalesced(const Tensors& inputs, const Reduction& reduction,
                                         int64_t group_size, const std::string& group) {
+  if (inputs.size() == 1) {
+    return {reduce_scatter_tensor(inputs[0], reduction, group_size, group)};
+  }
   static const auto op =
       find<Tensors(at::TensorList, std::string_view, int64_t, std::string_view, const Factor&)>(
           "c10d_ext::reduce_scatter_tensor_coalesced");
@@ -89,6 +99,9 @@ at::Tensor broadcast(const at::Tensor& input, int64_t src, const std::string& gr
 }
 
 Tensors broadcast_coalesced(const Tensors& inputs, int64_t src, const std::string& group) {
+  if (inputs.size() == 1) {
+    return {broadcast(inputs[0], src, group)};
+  }
   static const auto op =
       find<Tensors(at::TensorList, int64_t, std::string_view)>("c10d_ext::broadcast_coalesced");
   return waited(op.call(inputs, src, group));
@@ -99,6 +112,25 @@ at::Tensor reduce(const at::Tensor& input, const Reduction& reduction, int64_t d
   static const auto op = find<at::Tensor(const at::Tensor&, std::string_view, int64_t,
                                          std::string_view, const Factor&)>("c10d_ext::reduce");
   return wait_tensor(op.call(input, name_of(reduction.op), dst, group, reduction.factor));
+}
+
+Tensors reduce_coalesced(const Tensors& inputs, const Reduction& reduction, int64_t dst,
+                         const std::string& group) {
+  if (inputs.size() == 1) {
+    return {reduce(inputs[0], reduction, dst, group)};
+  }
+  Tensors flat;
+  std::vector<c10::SymInt> sizes;
+  for (const auto& input : inputs) {
+    flat.push_back(input.reshape(-1));
+    sizes.push_back(input.sym_numel());
+  }
+  Tensors results =
+      reduce(at::cat(flat), reduction, dst, group).split_with_sizes_symint(sizes, /*dim=*/0);
+  for (size_t i = 0; i < results.size(); ++i) {
+    results[i] = results[i].view_symint(inputs[i].sym_sizes());
+  }
+  return results;
 }
 
 at::Tensor gather(const at::Tensor& input, int64_t dst, const std::string& group) {

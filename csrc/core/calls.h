@@ -10,11 +10,13 @@
 
 // The ops as functions that go through the dispatcher and wait: what derivatives are written with,
 // so that a derivative is itself differentiable, batched and traced like any other use of the ops.
+// A list of one tensor is sent as the tensor.
 namespace c10d_ext::call {
 
 using Tensors = std::vector<at::Tensor>;
 
 at::Tensor wait_tensor(const at::Tensor& tensor);
+Tensors waited(Tensors tensors);
 
 at::Tensor all_reduce(const at::Tensor& input, const Reduction& reduction,
                       const std::string& group);
@@ -34,6 +36,9 @@ at::Tensor broadcast(const at::Tensor& input, int64_t src, const std::string& gr
 Tensors broadcast_coalesced(const Tensors& inputs, int64_t src, const std::string& group);
 at::Tensor reduce(const at::Tensor& input, const Reduction& reduction, int64_t dst,
                   const std::string& group);
+// One message, made here: there is no such op.
+Tensors reduce_coalesced(const Tensors& inputs, const Reduction& reduction, int64_t dst,
+                         const std::string& group);
 at::Tensor gather(const at::Tensor& input, int64_t dst, const std::string& group);
 at::Tensor scatter(const at::Tensor& input, int64_t src, const std::string& group,
                    const std::optional<c10::SymInt>& size);

@@ -26,6 +26,8 @@ struct Reduction {
   }
 };
 
+inline const Reduction kSum{ReduceOp::Sum, std::nullopt};
+
 // Parses a reduce op by name (any case) and checks that it has a meaning for `dtype`.
 Reduction parse_reduction(std::string_view op, const Group& group, std::string_view reduce_op,
                           const std::optional<c10::Scalar>& factor, c10::ScalarType dtype);

@@ -36,10 +36,10 @@ at::Tensor all_gather_autograd(c10::DispatchKeySet keys, const at::Tensor& input
         Derivative d{"AllGatherBackward"};
         d.adjoint = [sizes = sizes.vec(), name = std::string(group_name)](const Tensors& grads,
                                                                           const Tensors&) {
-          const Reduction sum{ReduceOp::Sum, std::nullopt};
-          return Tensors{call::reduce_scatter(grads[0], sum, sizes, name)};
+          return Tensors{call::reduce_scatter(grads[0], kSum, sizes, name)};
         };
-        d.tangent = [sizes = sizes.vec(), name = std::string(group_name)](const Tensors& tangents) {
+        d.tangent = [sizes = sizes.vec(), name = std::string(group_name)](const Tensors& tangents,
+                                                                          const Tensors&) {
           return Tensors{call::all_gather(tangents[0], sizes, name)};
         };
         return d;

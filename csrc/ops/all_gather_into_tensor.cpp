@@ -64,10 +64,7 @@ Derivative derivative(int64_t group_size, string_view group_name, at::TensorList
   Derivative d{"AllGatherIntoTensorBackward"};
   d.adjoint = [group_size, name = std::string(group_name), scalars](const Tensors& grads,
                                                                     const Tensors&) {
-    const Reduction sum{ReduceOp::Sum, std::nullopt};
-    Tensors results = grads.size() == 1
-                          ? Tensors{call::reduce_scatter_tensor(grads[0], sum, group_size, name)}
-                          : call::reduce_scatter_tensor_coalesced(grads, sum, group_size, name);
+    Tensors results = call::reduce_scatter_tensor_coalesced(grads, kSum, group_size, name);
     for (size_t i = 0; i < results.size(); ++i) {
       if (scalars[i]) {
         results[i] = results[i].squeeze(0);
@@ -75,7 +72,8 @@ Derivative derivative(int64_t group_size, string_view group_name, at::TensorList
     }
     return results;
   };
-  d.tangent = [group_size, name = std::string(group_name)](const Tensors& tangents) {
+  d.tangent = [group_size, name = std::string(group_name)](const Tensors& tangents,
+                                                           const Tensors&) {
     return call::all_gather_into_tensor_coalesced(tangents, group_size, name);
   };
   return d;

@@ -81,30 +81,32 @@ Derivative derivative(string_view op, string_view reduce_op, string_view group_n
                       const Factor& factor, c10::ScalarType dtype) {
   const Group group = resolve_group(op, group_name);
   const Reduction reduction = parse_reduction(op, group, reduce_op, factor, dtype);
+  const ReductionRule rule{reduction, group.name(), group.rank(), group.size()};
   Derivative d{"AllReduceBackward"};
-  d.adjoint = [reduction, name = group.name(), rank = group.rank(), size = group.size()](
-                  const Tensors& grads, const Tensors& saved) -> Tensors {
-    if (reduction.op == ReduceOp::Avg) {
-      return call::all_reduce_coalesced(grads, reduction, name);
+  d.save = !reduction.is_linear();
+  d.adjoint = [rule](const Tensors& grads, const Tensors& saved) -> Tensors {
+    if (rule.reduction.op == ReduceOp::Avg) {
+      return call::all_reduce_coalesced(grads, rule.reduction, rule.group);
     }
-    const Reduction sum{ReduceOp::Sum, std::nullopt};
-    const Tensors totals = grads.size() == 1 ? Tensors{call::all_reduce(grads[0], sum, name)}
-                                             : call::all_reduce_coalesced(grads, sum, name);
+    const Tensors totals = call::all_reduce_coalesced(grads, kSum, rule.group);
     Tensors results;
     for (size_t i = 0; i < totals.size(); ++i) {
-      results.push_back(pull_back(
-          reduction, totals[i], saved.empty() ? at::Tensor() : saved[i],
-          [&] { return saved[totals.size() + i]; }, name, rank, size));
+      results.push_back(rule.pull_back(totals[i], saved.empty() ? at::Tensor() : saved[i],
+                                       [&] { return saved[totals.size() + i]; }));
     }
     return results;
   };
-  if (reduction.is_linear()) {
-    d.tangent = [reduction, name = group.name()](const Tensors& tangents) {
-      return call::all_reduce_coalesced(tangents, reduction, name);
-    };
-  } else {
-    d.save = true;
-  }
+  d.tangent = [rule](const Tensors& tangents, const Tensors& saved) -> Tensors {
+    if (saved.empty()) {
+      return call::all_reduce_coalesced(tangents, rule.reduction, rule.group);
+    }
+    Tensors shares;
+    for (size_t i = 0; i < tangents.size(); ++i) {
+      shares.push_back(
+          rule.push_forward(tangents[i], saved[i], [&] { return saved[tangents.size() + i]; }));
+    }
+    return call::all_reduce_coalesced(shares, kSum, rule.group);
+  };
   return d;
 }
 
@@ -120,13 +122,13 @@ at::Tensor all_reduce_autograd(c10::DispatchKeySet keys, const at::Tensor& input
       [&] { return derivative("all_reduce", reduce_op, group_name, factor, input.scalar_type()); });
 }
 
-Derivative in_place_derivative(string_view op, string_view reduce_op, string_view group_name,
-                               const Factor& factor, c10::ScalarType dtype) {
-  Derivative d = derivative(op, reduce_op, group_name, factor, dtype);
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      !d.save, op, ": the gradient of '", reduce_op,
-      "' needs the input that an in-place op overwrites; use the functional op");
-  return d;
+// What the functional op may save where the inputs are overwritten next.
+Tensors copies(at::TensorList inputs) {
+  Tensors copied;
+  for (const auto& input : inputs) {
+    copied.push_back(input.clone());
+  }
+  return copied;
 }
 
 at::Tensor& all_reduce__autograd(c10::DispatchKeySet keys, at::Tensor& input, string_view reduce_op,
@@ -137,8 +139,11 @@ at::Tensor& all_reduce__autograd(c10::DispatchKeySet keys, at::Tensor& input, st
         all_reduce__handle().redispatch(below_autograd(keys), input, reduce_op, group_name, factor);
       },
       [&] {
-        return in_place_derivative("all_reduce_", reduce_op, group_name, factor,
-                                   input.scalar_type());
+        return Tensors{call::wait_tensor(
+            all_reduce_handle().call(input.clone(), reduce_op, group_name, factor))};
+      },
+      [&] {
+        return derivative("all_reduce_", reduce_op, group_name, factor, input.scalar_type());
       });
   return input;
 }
@@ -178,10 +183,22 @@ Tensors all_reduce_coalesced__autograd(c10::DispatchKeySet keys, at::TensorList 
                                                   group_name, factor);
       },
       [&] {
-        return in_place_derivative("all_reduce_coalesced_", reduce_op, group_name, factor,
-                                   inputs[0].scalar_type());
+        return call::waited(
+            all_reduce_coalesced_handle().call(copies(inputs), reduce_op, group_name, factor));
+      },
+      [&] {
+        return derivative("all_reduce_coalesced_", reduce_op, group_name, factor,
+                          inputs[0].scalar_type());
       });
   return inputs.vec();
+}
+
+// torch.func.
+
+Tensors all_reduce_coalesced__transformed(at::TensorList inputs, string_view reduce_op,
+                                          string_view group_name, const Factor& factor) {
+  return replaced(inputs, call::waited(all_reduce_coalesced_handle().call(copies(inputs), reduce_op,
+                                                                          group_name, factor)));
 }
 
 // Functionalization.
@@ -266,6 +283,10 @@ TORCH_LIBRARY_IMPL(c10d_ext, Autograd, m) {
   m.impl("all_reduce_out", all_reduce_out_autograd);
   m.impl("all_reduce_coalesced", all_reduce_coalesced_autograd);
   m.impl("all_reduce_coalesced_", all_reduce_coalesced__autograd);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, FuncTorchDynamicLayerFrontMode, m) {
+  m.impl("all_reduce_coalesced_", all_reduce_coalesced__transformed);
 }
 
 TORCH_LIBRARY_IMPL(c10d_ext, Functionalize, m) {

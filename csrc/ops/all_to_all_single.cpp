@@ -71,7 +71,7 @@ at::Tensor all_to_all_single_autograd(c10::DispatchKeySet keys, const at::Tensor
           return Tensors{call::all_to_all_single(grads[0], inputs, outputs, name)};
         };
         d.tangent = [outputs = output_split_sizes.vec(), inputs = input_split_sizes.vec(),
-                     name = std::string(group_name)](const Tensors& tangents) {
+                     name = std::string(group_name)](const Tensors& tangents, const Tensors&) {
           return Tensors{call::all_to_all_single(tangents[0], outputs, inputs, name)};
         };
         return d;

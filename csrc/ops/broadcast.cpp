@@ -60,14 +60,9 @@ C10D_EXT_HANDLE(broadcast_coalesced_, "broadcast_coalesced_")
 Derivative derivative(int64_t src, string_view group_name) {
   Derivative d{"BroadcastBackward"};
   d.adjoint = [src, name = std::string(group_name)](const Tensors& grads, const Tensors&) {
-    const Reduction sum{ReduceOp::Sum, std::nullopt};
-    Tensors results;
-    for (const auto& grad : grads) {
-      results.push_back(call::reduce(grad, sum, src, name));
-    }
-    return results;
+    return call::reduce_coalesced(grads, kSum, src, name);
   };
-  d.tangent = [src, name = std::string(group_name)](const Tensors& tangents) {
+  d.tangent = [src, name = std::string(group_name)](const Tensors& tangents, const Tensors&) {
     return call::broadcast_coalesced(tangents, src, name);
   };
   return d;
@@ -86,6 +81,7 @@ at::Tensor& broadcast__autograd(c10::DispatchKeySet keys, at::Tensor& input, int
   differentiable_in_place(
       "broadcast_", input,
       [&] { broadcast__handle().redispatch(below_autograd(keys), input, src, group_name); },
+      [&] { return Tensors{call::wait_tensor(broadcast_handle().call(input, src, group_name))}; },
       [&] { return derivative(src, group_name); });
   return input;
 }
@@ -108,8 +104,16 @@ Tensors broadcast_coalesced__autograd(c10::DispatchKeySet keys, at::TensorList i
       [&] {
         broadcast_coalesced__handle().redispatch(below_autograd(keys), inputs, src, group_name);
       },
+      [&] { return call::waited(broadcast_coalesced_handle().call(inputs, src, group_name)); },
       [&] { return derivative(src, group_name); });
   return inputs.vec();
+}
+
+// torch.func.
+
+Tensors broadcast_coalesced__transformed(at::TensorList inputs, int64_t src,
+                                         string_view group_name) {
+  return replaced(inputs, call::waited(broadcast_coalesced_handle().call(inputs, src, group_name)));
 }
 
 // Functionalization.
@@ -167,6 +171,10 @@ TORCH_LIBRARY_IMPL(c10d_ext, Autograd, m) {
   m.impl("broadcast_", broadcast__autograd);
   m.impl("broadcast_coalesced", broadcast_coalesced_autograd);
   m.impl("broadcast_coalesced_", broadcast_coalesced__autograd);
+}
+
+TORCH_LIBRARY_IMPL(c10d_ext, FuncTorchDynamicLayerFrontMode, m) {
+  m.impl("broadcast_coalesced_", broadcast_coalesced__transformed);
 }
 
 TORCH_LIBRARY_IMPL(c10d_ext, Functionalize, m) {

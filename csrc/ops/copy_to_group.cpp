@@ -19,10 +19,9 @@ at::Tensor copy_to_group_autograd(const at::Tensor& input, string_view group_nam
       [&] {
         return Derivative{"CopyToGroupBackward",
                           [name = std::string(group_name)](const Tensors& grads, const Tensors&) {
-                            const Reduction sum{ReduceOp::Sum, std::nullopt};
-                            return Tensors{call::all_reduce(grads[0], sum, name)};
+                            return Tensors{call::all_reduce(grads[0], kSum, name)};
                           },
-                          [](const Tensors& tangents) { return tangents; }};
+                          [](const Tensors& tangents, const Tensors&) { return tangents; }};
       });
 }
 

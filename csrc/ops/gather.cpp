@@ -34,7 +34,7 @@ at::Tensor gather_autograd(c10::DispatchKeySet keys, const at::Tensor& input, in
           const at::Tensor grad = call::scatter(grads[0], dst, name, rows);
           return Tensors{scalar ? grad.squeeze(0) : grad};
         };
-        d.tangent = [dst, name = std::string(group_name)](const Tensors& tangents) {
+        d.tangent = [dst, name = std::string(group_name)](const Tensors& tangents, const Tensors&) {
           return Tensors{call::gather(tangents[0], dst, name)};
         };
         return d;

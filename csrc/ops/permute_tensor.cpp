@@ -59,7 +59,8 @@ at::Tensor permute_tensor_autograd(c10::DispatchKeySet keys, const at::Tensor& i
                         const Tensors& grads, const Tensors&) {
           return Tensors{call::permute_tensor(grads[0], inverse, name)};
         };
-        d.tangent = [src_dst = src_dst.vec(), name = group.name()](const Tensors& tangents) {
+        d.tangent = [src_dst = src_dst.vec(), name = group.name()](const Tensors& tangents,
+                                                                   const Tensors&) {
           return Tensors{call::permute_tensor(tangents[0], src_dst, name)};
         };
         return d;

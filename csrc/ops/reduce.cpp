@@ -44,26 +44,25 @@ Derivative derivative(string_view op, string_view reduce_op, int64_t dst, string
                       const Factor& factor, c10::ScalarType dtype, bool in_place) {
   const Group group = resolve_group(op, group_name);
   const Reduction reduction = parse_reduction(op, group, reduce_op, factor, dtype);
+  const ReductionRule rule{reduction, group.name(), group.rank(), group.size()};
   const bool kept = in_place && group.rank() != dst;
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      reduction.is_linear() || !in_place, op, ": the gradient of '", reduce_op,
-      "' needs the input that an in-place op overwrites; use the functional op");
   Derivative d{"ReduceBackward"};
-  d.adjoint = [reduction, dst, kept, name = group.name(), rank = group.rank(), size = group.size()](
-                  const Tensors& grads, const Tensors& saved) {
-    at::Tensor grad = pull_back(
-        reduction, call::broadcast(grads[0], dst, name), saved.empty() ? at::Tensor() : saved[0],
-        [&] { return call::broadcast(saved[1], dst, name); }, name, rank, size);
+  d.save = !reduction.is_linear();
+  d.adjoint = [rule, dst, kept](const Tensors& grads, const Tensors& saved) {
+    at::Tensor grad = rule.pull_back(call::broadcast(grads[0], dst, rule.group),
+                                     saved.empty() ? at::Tensor() : saved[0],
+                                     [&] { return call::broadcast(saved[1], dst, rule.group); });
     // reduce_ leaves the tensor of the other ranks as it is: the identity for them.
     return Tensors{kept ? grad.add(grads[0]) : grad};
   };
-  if (reduction.is_linear()) {
-    d.tangent = [reduction, dst, name = group.name()](const Tensors& tangents) {
-      return Tensors{call::reduce(tangents[0], reduction, dst, name)};
-    };
-  } else {
-    d.save = true;
-  }
+  d.tangent = [rule, dst](const Tensors& tangents, const Tensors& saved) {
+    if (saved.empty()) {
+      return Tensors{call::reduce(tangents[0], rule.reduction, dst, rule.group)};
+    }
+    const at::Tensor share = rule.push_forward(
+        tangents[0], saved[0], [&] { return call::broadcast(saved[1], dst, rule.group); });
+    return Tensors{call::reduce(share, kSum, dst, rule.group)};
+  };
   return d;
 }
 
@@ -88,6 +87,13 @@ at::Tensor& reduce__autograd(c10::DispatchKeySet keys, at::Tensor& input, string
       [&] {
         reduce__handle().redispatch(below_autograd(keys), input, reduce_op, dst, group_name,
                                     factor);
+      },
+      [&] {
+        const at::Tensor reduced = call::wait_tensor(
+            reduce_handle().call(input.clone(), reduce_op, dst, group_name, factor));
+        const Group group = resolve_group("reduce_", group_name);
+        // The other ranks subtract zeros, which changes no bit and keeps them in the backward.
+        return Tensors{group.rank() == dst ? reduced : input.sub(reduced)};
       },
       [&] {
         return derivative("reduce_", reduce_op, dst, group_name, factor, input.scalar_type(),

@@ -18,12 +18,11 @@ at::Tensor reduce_from_group_autograd(const at::Tensor& input, string_view group
   return differentiable(
       input, [&] { return reduce_from_group(input, group_name); },
       [&] {
-        return Derivative{"ReduceFromGroupBackward",
-                          [](const Tensors& grads, const Tensors&) { return grads; },
-                          [name = std::string(group_name)](const Tensors& tangents) {
-                            const Reduction sum{ReduceOp::Sum, std::nullopt};
-                            return Tensors{call::all_reduce(tangents[0], sum, name)};
-                          }};
+        return Derivative{
+            "ReduceFromGroupBackward", [](const Tensors& grads, const Tensors&) { return grads; },
+            [name = std::string(group_name)](const Tensors& tangents, const Tensors&) {
+              return Tensors{call::all_reduce(tangents[0], kSum, name)};
+            }};
       });
 }
 

@@ -30,20 +30,22 @@ Derivative derivative(string_view reduce_op, c10::SymIntArrayRef sizes, string_v
                       const Factor& factor, c10::ScalarType dtype) {
   const Group group = resolve_group("reduce_scatter", group_name);
   const Reduction reduction = parse_reduction("reduce_scatter", group, reduce_op, factor, dtype);
+  const ReductionRule rule{reduction, group.name(), group.rank(), group.size()};
   Derivative d{"ReduceScatterBackward"};
-  d.adjoint = [reduction, sizes = sizes.vec(), name = group.name(), rank = group.rank(),
-               size = group.size()](const Tensors& grads, const Tensors& saved) {
-    return Tensors{pull_back(
-        reduction, call::all_gather(grads[0], sizes, name), saved.empty() ? at::Tensor() : saved[0],
-        [&] { return call::all_gather(saved[1], sizes, name); }, name, rank, size)};
+  d.save = !reduction.is_linear();
+  d.adjoint = [rule, sizes = sizes.vec()](const Tensors& grads, const Tensors& saved) {
+    return Tensors{rule.pull_back(call::all_gather(grads[0], sizes, rule.group),
+                                  saved.empty() ? at::Tensor() : saved[0],
+                                  [&] { return call::all_gather(saved[1], sizes, rule.group); })};
   };
-  if (reduction.is_linear()) {
-    d.tangent = [reduction, sizes = sizes.vec(), name = group.name()](const Tensors& tangents) {
-      return Tensors{call::reduce_scatter(tangents[0], reduction, sizes, name)};
-    };
-  } else {
-    d.save = true;
-  }
+  d.tangent = [rule, sizes = sizes.vec()](const Tensors& tangents, const Tensors& saved) {
+    if (saved.empty()) {
+      return Tensors{call::reduce_scatter(tangents[0], rule.reduction, sizes, rule.group)};
+    }
+    const at::Tensor share = rule.push_forward(
+        tangents[0], saved[0], [&] { return call::all_gather(saved[1], sizes, rule.group); });
+    return Tensors{call::reduce_scatter(share, kSum, sizes, rule.group)};
+  };
   return d;
 }
 

@@ -78,30 +78,35 @@ Derivative derivative(string_view reduce_op, int64_t group_size, string_view gro
   const Group group = resolve_group("reduce_scatter_tensor", group_name);
   const Reduction reduction =
       parse_reduction("reduce_scatter_tensor", group, reduce_op, factor, dtype);
+  const ReductionRule rule{reduction, group.name(), group.rank(), group_size};
+  // The whole result, of which this rank has a part.
+  const auto whole = [](const ReductionRule& rule, const at::Tensor& part) {
+    return call::all_gather_into_tensor(part, rule.group_size, rule.group);
+  };
   Derivative d{"ReduceScatterTensorBackward"};
-  d.adjoint = [reduction, group_size, name = group.name(), rank = group.rank()](
-                  const Tensors& grads, const Tensors& saved) {
-    const Tensors gathered = grads.size() == 1
-                                 ? Tensors{call::all_gather_into_tensor(grads[0], group_size, name)}
-                                 : call::all_gather_into_tensor_coalesced(grads, group_size, name);
+  d.save = !reduction.is_linear();
+  d.adjoint = [rule, whole](const Tensors& grads, const Tensors& saved) {
+    const Tensors gathered =
+        call::all_gather_into_tensor_coalesced(grads, rule.group_size, rule.group);
     Tensors results;
     for (size_t i = 0; i < gathered.size(); ++i) {
-      results.push_back(pull_back(
-          reduction, gathered[i], saved.empty() ? at::Tensor() : saved[i],
-          [&] {
-            return call::all_gather_into_tensor(saved[gathered.size() + i], group_size, name);
-          },
-          name, rank, group_size));
+      results.push_back(rule.pull_back(gathered[i], saved.empty() ? at::Tensor() : saved[i],
+                                       [&] { return whole(rule, saved[gathered.size() + i]); }));
     }
     return results;
   };
-  if (reduction.is_linear()) {
-    d.tangent = [reduction, group_size, name = group.name()](const Tensors& tangents) {
-      return call::reduce_scatter_tensor_coalesced(tangents, reduction, group_size, name);
-    };
-  } else {
-    d.save = true;
-  }
+  d.tangent = [rule, whole](const Tensors& tangents, const Tensors& saved) {
+    if (saved.empty()) {
+      return call::reduce_scatter_tensor_coalesced(tangents, rule.reduction, rule.group_size,
+                                                   rule.group);
+    }
+    Tensors shares;
+    for (size_t i = 0; i < tangents.size(); ++i) {
+      shares.push_back(rule.push_forward(tangents[i], saved[i],
+                                         [&] { return whole(rule, saved[tangents.size() + i]); }));
+    }
+    return call::reduce_scatter_tensor_coalesced(shares, kSum, rule.group_size, rule.group);
+  };
   return d;
 }
 

@@ -57,10 +57,10 @@ at::Tensor scatter_autograd(c10::DispatchKeySet keys, const at::Tensor& input, i
             return Tensors{grad};
           }
           // Zeros that hang on the gather's empty result: src waits for this rank in every
-          // derivative.
-          return Tensors{at::cat({grad, grads[0].new_zeros_symint(sizes)})};
+          // derivative, and in as large a batch. (cat would drop an empty vector.)
+          return Tensors{grads[0].new_zeros_symint(sizes).add(grad.sum())};
         };
-        d.tangent = [src, size, name = group.name()](const Tensors& tangents) {
+        d.tangent = [src, size, name = group.name()](const Tensors& tangents, const Tensors&) {
           return Tensors{call::scatter(tangents[0], src, name, size)};
         };
         return d;

@@ -133,7 +133,9 @@ def all_reduce_inplace(
     name = group if type(group) is str else group_name(group, tag)
     if writes_directly(tensor, tensor):
         return _write(tensor, op, name)
-    return tensor.copy_(all_reduce(tensor, op, name))
+    # The gradient of these needs the values that are overwritten.
+    source = tensor.clone() if op.lower() in ("min", "max", "product") else tensor
+    return tensor.copy_(all_reduce(source, op, name))
 
 
 for _name, _each in {

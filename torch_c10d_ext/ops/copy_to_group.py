@@ -39,4 +39,4 @@ def copy_to_group(self: Tensor, group: Group = None, tag: str = "") -> Tensor:
     return _op(self, group if type(group) is str else group_name(group, tag))
 
 
-_vmap.register("copy_to_group", _vmap.any_dim(_op))
+_vmap.register("copy_to_group", _vmap.any_dim(_op, local=True))

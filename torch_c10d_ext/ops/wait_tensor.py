@@ -47,4 +47,4 @@ def wait_tensor(tensor: Tensor) -> Tensor:
     return _enter(tensor)
 
 
-_vmap.register("wait_tensor", _vmap.any_dim(_op))
+_vmap.register("wait_tensor", _vmap.any_dim(_op, local=True))
