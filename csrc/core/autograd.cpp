@@ -37,6 +37,10 @@ class CollectiveBackward final : public Node {
     for (const auto& variable : saved_) {
       saved.push_back(variable.unpack(getptr()));
     }
+    // The outputs are the latter half. Nobody may have waited for them yet.
+    for (size_t i = saved.size() / 2; i < saved.size(); ++i) {
+      saved[i] = call::wait_tensor(saved[i]);
+    }
     return derivative_.adjoint(complete, saved);
   }
 
@@ -108,7 +112,9 @@ Tensors tangents_of(const Derivative& derivative, at::TensorList inputs, const T
     }
   }
   if (derivative.save) {
-    saved.insert(saved.end(), outputs.begin(), outputs.end());
+    for (const auto& output : outputs) {
+      saved.push_back(call::wait_tensor(output));
+    }
   }
   return derivative.tangent(tangents, saved);
 }
@@ -261,8 +267,8 @@ at::Tensor weigh(const ReductionRule& rule, const at::Tensor& t, const at::Tenso
   }
   TORCH_CHECK(rule.reduction.op == ReduceOp::Min || rule.reduction.op == ReduceOp::Max,
               "reduce_op '", name_of(rule.reduction.op), "' has no derivative");
-  // The ranks that hold the winning value share evenly. Nobody may have waited for it yet.
-  const at::Tensor won = input.eq(call::wait_tensor(reduced())).to(t.scalar_type());
+  // The ranks that hold the winning value share evenly.
+  const at::Tensor won = input.eq(reduced()).to(t.scalar_type());
   const at::Tensor winners = call::all_reduce(won, kSum, rule.group);
   return t.mul(won).div(winners);
 }
