@@ -1,6 +1,5 @@
 // wait_tensor: the end of every collective.
 
-#include <ATen/LegacyBatchedTensorImpl.h>
 #include <ATen/ops/alias.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
@@ -52,17 +51,6 @@ at::Tensor wait_tensor_autograd(c10::DispatchKeySet keys, const at::Tensor& tens
       });
 }
 
-// Under the older vmap, behind is_grads_batched and vectorize=True, which takes other ops slice by
-// slice but no views.
-at::Tensor wait_tensor_batched(const at::Tensor& tensor) {
-  const auto* batched = at::unsafeGetBatchedImpl(tensor);
-  at::BatchDims dims;
-  for (const auto& dim : batched->bdims()) {
-    dims.push_back(dim);
-  }
-  return at::makeBatched(call::wait_tensor(batched->value()), std::move(dims));
-}
-
 at::Tensor wait_tensor_functionalize(const at::Tensor& tensor) {
   const at::Tensor inner = functional_value(tensor);
   at::AutoDispatchSkipFunctionalize below_functionalize;
@@ -92,10 +80,6 @@ TORCH_LIBRARY_IMPL(c10d_ext, Meta, m) {
 
 TORCH_LIBRARY_IMPL(c10d_ext, Autograd, m) {
   m.impl("wait_tensor", wait_tensor_autograd);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Batched, m) {
-  m.impl("wait_tensor", wait_tensor_batched);
 }
 
 TORCH_LIBRARY_IMPL(c10d_ext, Functionalize, m) {
