@@ -193,7 +193,9 @@ def test_every_op_is_tried_in_flight() -> None:
     started = {str(op).split(".")[1] for op in _collective_ops()}
     stems = {s.removesuffix("_").removesuffix("_coalesced").removesuffix("_out") for s in started}
     # Tracers see the Megatron pair as an alias and as an all_reduce.
-    assert stems - {"wait_tensor", "copy_to_group", "reduce_from_group"} <= set(_STARTS)
+    stems -= {"wait_tensor", "copy_to_group", "reduce_from_group"}
+    # Messages hold their own memory, see test_messages.py.
+    assert stems - {"batch_isend_irecv", "wait_message"} <= set(_STARTS)
 
 
 def _collective_ops() -> list[str]:

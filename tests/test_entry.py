@@ -31,7 +31,9 @@ def test_every_op_has_an_entry() -> None:
         if name.startswith("c10d_ext::")
     ]
     assert len(names) > 20
-    assert sorted(_C.ops) == sorted(names)
+    # Eager messages are no ops: the backend has the caller's own tensors.
+    messages = ["batch_isend_irecv", "wait_message"]
+    assert sorted([*_C.ops, *messages]) == sorted(names)
 
 
 def _same_results() -> None:

@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MODULES = sorted(
     f"tests.ops.{path.stem}"
     for path in (ROOT / "tests" / "ops").glob("test_*.py")
-    if path.stem != "test_wait_tensor"
+    if path.stem not in ("test_wait_tensor", "test_batch_isend_irecv", "test_wait_message")
 )
 SIZES = (1, 2, 3, 4)
 # The eager collectives have every dtype. These are what torch's lazy tensors hold.
@@ -593,3 +593,15 @@ def _below_functionalization() -> None:
 
 def test_writing_needs_functionalization() -> None:
     run(1, _below_functionalization)
+
+
+def _messages() -> None:
+    start_lazy()
+    x = torch.ones(2).to("lazy")
+    text = "batch_isend_irecv: tensors must not be lazy.*permute_tensor.*got a lazy tensor"
+    with pytest.raises(NotImplementedError, match=text):
+        F.batch_isend_irecv([x], [1 - dist.get_rank()], [True])
+
+
+def test_messages_are_refused() -> None:
+    run(2, _messages)

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import torch_c10d_ext.distributed as ours
 import torch_c10d_ext.functional as F
 from tests.harness.crew import crew
 from torch_c10d_ext import Compute, Link, communication_report
@@ -141,7 +142,8 @@ def _bytes_of_every_op() -> None:
     cases = _expected_bytes()
     names = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
     ours = {name for space, name in names if space == "c10d_ext"}
-    assert ours - set(cases) == {"wait_tensor", "copy_to_group", "reduce_from_group"}
+    silent = {"wait_tensor", "wait_message", "copy_to_group", "reduce_from_group"}
+    assert ours - set(cases) == silent
     for name in sorted(ours & set(cases)):
         call, wire_bytes = cases[name]
         (row,) = _report(call, torch.zeros(8, 4)).calls
@@ -257,15 +259,14 @@ _FORWARD = [
 _BACKWARD = [
     ("all_gather_into_tensor_coalesced", "tp", 1904),
     ("reduce_scatter_tensor_coalesced", "tp", 1904),
-    ("reduce", "dp", 256),  # broadcast_coalesced, one by one
-    ("reduce", "dp", 16),
+    ("reduce", "dp", 272),  # broadcast_coalesced
     ("all_reduce_coalesced", "dp", 539.648),
     ("all_gather", "tp", 112),
     ("reduce_scatter", "tp", 112),
     ("gather", "tp", 1792),
     ("scatter", "tp", 1792),
     ("broadcast", "dp", 256),
-    ("all_reduce_coalesced", "dp", 507.904),  # all_reduce
+    ("all_reduce", "dp", 507.904),
     ("permute_tensor", "tp", 256),
     ("reduce", "tp", 256),
     ("all_reduce", "tp", 448),  # copy_to_group
@@ -328,6 +329,40 @@ def _every_way_to_trace() -> None:
 
 def test_every_way_to_trace(big_world: Call) -> None:
     big_world(_every_way_to_trace)
+
+
+class _Exchanging(torch.nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        sent, received = ours.isend(x, 1), ours.irecv(y, 2)
+        z = x @ x
+        sent.wait()
+        received.wait()  # type: ignore[union-attr]
+        return y + z
+
+
+def _messages() -> None:
+    """The start and the wait of a message, under tokens and in nested graphs."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    x, y, captured = torch.ones(4, 4), torch.ones(4, 4), []
+
+    def keep(gm: GraphModule, _: Any) -> Any:
+        captured.append(gm)
+        return make_boxed_func(gm.forward)
+
+    backend = aot_autograd(fw_compiler=keep)
+    torch.compile(_Exchanging(), backend=backend, fullgraph=True)(x, y)
+    captured.append(make_fx(_Exchanging(), tracing_mode="fake")(x, y))
+    captured.append(torch.export.export(_Exchanging(), (x, y)))
+    for graph in captured:
+        calls = communication_report(graph).calls
+        assert [call.op for call in calls] == ["batch_isend_irecv"] * 2, calls
+        assert all(call.waited and call.overlapped for call in calls), calls
+
+
+def test_messages_are_waited_for(big_world: Call) -> None:
+    big_world(_messages)
 
 
 def _dynamos_graphs() -> None:

@@ -152,7 +152,7 @@ def split_off(
     name = _next_name(parent, "split", [])
     if parent.rank() not in ranks:
         return None
-    members = [_world_ranks(parent.group_name)[rank] for rank in ranks]
+    members = [world_ranks(parent.group_name)[rank] for rank in ranks]
     name += ".".join(map(str, ranks))
     pg, _ = c10d._new_process_group_helper(
         len(ranks),

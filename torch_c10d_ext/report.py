@@ -330,14 +330,27 @@ def communication_report(
 # --- the graph -----------------------------------------------------------------------------------
 
 
-def _flat(graph: Graph) -> Iterator[Node]:
-    """The graph's nodes in order, with the nodes of a nested graph in place of its call."""
+def _flat(graph: Graph, base: dict[Node, Node]) -> Iterator[Node]:
+    """The graph's nodes in order, with the nodes of a nested graph in place of its call.
+
+    What goes into one nested graph, and comes out of it, is put into ``base``.
+    """
     for node in graph.nodes:
         inside = [] if node.op in ("get_attr", "output") else _graphs_called(node)
         if not inside:
             yield node
+        if len(inside) == 1:
+            placeholders = inside[0].find_nodes(op="placeholder")
+            inputs = [n for n in node.args if isinstance(n, Node) and n.op != "get_attr"]
+            base.update((p, base.get(n, n)) for p, n in zip(placeholders, inputs, strict=False))
         for nested in inside:
-            yield from _flat(nested)
+            yield from _flat(nested, base)
+        if len(inside) == 1:
+            results = _as_list(inside[0].output_node().args[0])
+            for user in node.users:
+                if user.target is operator.getitem:
+                    result = results[user.args[1]]
+                    base[user] = base.get(result, result)
 
 
 def _graphs_called(node: Node) -> list[Graph]:
@@ -385,12 +398,14 @@ class _Call:
 
     @staticmethod
     def of(node: Node) -> _Call | None:
-        target = node.target
+        target, args = node.target, node.args
+        if _op_name(target) == "with_effects":  # token, op, its arguments
+            _, target, *args = args
         if not str(target).startswith(tuple(f"{name}." for name in _NAMESPACES)):
             return None
         schema = _schema(target)
         names = [argument.name for argument in schema.arguments]
-        named = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        named = {**dict(zip(names, args, strict=False)), **node.kwargs}
         tensors = [a for a in schema.arguments if "Tensor" in str(a.type)]
         written = [a for a in tensors if a.alias_info is not None and a.alias_info.is_write]
         return _Call(
@@ -413,6 +428,8 @@ class _Call:
 def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
+
+_WAITS = ("wait_tensor", "wait_message")
 
 # Not computations, though they have results and their schemas name no alias.
 _FREE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view")
@@ -594,7 +611,7 @@ class _Schedule:
         self._busy: list[tuple[float, float]] = []
 
     def run(self, graph: Graph) -> CommunicationReport:
-        for node in _flat(graph):
+        for node in _flat(graph, self._base):
             if node.op.startswith("call_"):
                 self._step(node)
         for flight in self._open:
@@ -616,9 +633,12 @@ class _Schedule:
         call = _Call.of(node)
         if call is not None and call.group is not None:
             self._start(node, call, call.group)
+        elif node in self._base:
+            pass  # out of a nested graph
         elif call is not None or _is_view(node):
-            self._base[node] = self._memory(node.all_input_nodes[0])
-            if call is not None and call.op == "wait_tensor":
+            source = node.all_input_nodes[0] if call is None else call.inputs[0]
+            self._base[node] = self._memory(source)
+            if call is not None and call.op in _WAITS:
                 self._wait(self._writer.get(self._base[node]))
         elif _tensors(_value(node)) and _op_name(node.target) not in _FREE:
             self._run(node)

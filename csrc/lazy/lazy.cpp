@@ -337,6 +337,13 @@ void refuse(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
               "it");
 }
 
+// A message is not started again by every reader of a graph, as a node would be.
+void refuse_message(const c10::OperatorHandle& op, torch::jit::Stack*) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, bare_name(op.schema()),
+                              ": tensors must not be lazy, which have collectives but no messages; "
+                              "use permute_tensor or all_to_all_single, got a lazy tensor");
+}
+
 // Moves each wait down to the first use of what it waits for: until then the collective has
 // company. TorchScript runs nodes in the order they stand in.
 void sink_waits(std::shared_ptr<torch::jit::Graph>& graph) {
@@ -393,10 +400,16 @@ void register_kernels() {
       continue;
     }
     const auto op = dispatcher.findOp(name);
-    if (op && op->hasSchema()) {
-      library.impl(name.name.c_str(), op->schema().is_mutable()
-                                          ? torch::CppFunction::makeFromBoxedFunction<&refuse>()
-                                          : torch::CppFunction::makeFromBoxedFunction<&trace>());
+    if (!op || !op->hasSchema()) {
+      continue;
+    }
+    const auto bare = bare_name(op->schema());
+    if (bare == "batch_isend_irecv" || bare == "wait_message") {
+      library.impl(name.name.c_str(), torch::CppFunction::makeFromBoxedFunction<&refuse_message>());
+    } else if (op->schema().is_mutable()) {
+      library.impl(name.name.c_str(), torch::CppFunction::makeFromBoxedFunction<&refuse>());
+    } else {
+      library.impl(name.name.c_str(), torch::CppFunction::makeFromBoxedFunction<&trace>());
     }
   }
 }

@@ -552,7 +552,7 @@ def test_making_a_group_ends_at_the_timeout_or_an_interrupt() -> None:
         ranks.start(0, _make_a_group_alone, ranks.scratch)
         ranks.await_mark("waiting")
         time.sleep(0.2)
-        sent = ranks.signal(0, signal.SIGINT)
+        ranks.signal(0, signal.SIGINT)
         ranks.start(1, check_works)
         late, interrupted = ranks.result(0)
         ranks.result(1)
