@@ -754,6 +754,65 @@ def _graphs_without_gradients() -> None:
 # --- in the parent -------------------------------------------------------------------------------
 
 
+def _compiled() -> Any:
+    """Transforms within compiled code, against values computed from all ranks' inputs."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    inputs = [smooth_values((3, 2), torch.float64, r) for r in range(n)]
+    xs = torch.stack(inputs)
+    total, x = xs.sin().sum(0), inputs[rank]
+    cos, eye = x.cos(), torch.eye(6, dtype=torch.float64).reshape(3, 2, 3, 2)
+    tangents = xs.cos().sum(0)
+    best = xs.sin().argmax(0) == rank
+
+    def summed(x: Tensor) -> Tensor:
+        return F.all_reduce(x.sin(), "sum", group())
+
+    def largest(x: Tensor) -> Tensor:
+        return F.all_reduce(x.sin(), "max", group())
+
+    def gathered(x: Tensor) -> Tensor:
+        return F.all_gather_tensor(x.sin(), 0, group())
+
+    def loss(x: Tensor) -> Tensor:
+        return summed(x).square().sum()
+
+    # The loss of each of n ranks holds each input.
+    slope = 2 * n * total * cos
+    cases: dict[str, tuple[Callable[[Tensor], Any], Tensor]] = {
+        "grad": (grad(loss), slope),
+        "vjp": (lambda x: vjp(summed, x)[1](torch.ones_like(x))[0], n * cos),
+        "jvp": (lambda x: jvp(summed, (x,), (x.cos(),))[1], xs.cos().square().sum(0)),
+        "vmap": (vmap(summed, in_dims=1, out_dims=1), total),
+        "vmap(grad)": (vmap(grad(loss)), slope),
+        "jacrev": (jacrev(summed), n * cos * eye),
+        "jacfwd": (jacfwd(summed), tangents * eye),
+        "jvp of max": (
+            lambda x: jvp(largest, (x,), (x.cos(),))[1],
+            xs.cos().square().gather(0, xs.sin().argmax(0)[None])[0],
+        ),
+        "grad of max": (
+            grad(lambda x: largest(x).square().sum()),
+            best * 2 * n * xs.sin().amax(0) * cos,
+        ),
+        "vmap of all_gather": (vmap(gathered, in_dims=1, out_dims=1), xs.sin().reshape(-1, 2)),
+    }
+    report = Report()
+    for backend in ("aot_eager", "inductor"):
+        for name, (f, want) in cases.items():
+            if backend == "inductor" and name not in ("grad", "jvp", "vmap(grad)", "jvp of max"):
+                continue
+            with report.attempt(f"{name}, {backend}"):
+                torch._dynamo.reset()
+                got = torch.compile(f, backend=backend, fullgraph=True)(x)
+                report.expect(f"{name}, {backend}", values.close(got + 0, want))
+    return report.result()
+
+
+@pytest.mark.parametrize(("backend", "size"), [("gloo", 3), ("shm", 2)])
+def test_within_compiled_code(backend: str, size: int) -> None:
+    verify(size, _compiled, backend=backend, deadline=200)
+
+
 @places(gloo=(1, 2), shm=(3, 4))
 def test_derivatives(backend: str, size: int) -> None:
     verify(size, check_derivatives, backend=backend, deadline=200)
