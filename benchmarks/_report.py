@@ -84,11 +84,12 @@ class Aims:
     def __init__(self) -> None:
         self.never_slower = Aim("never slower than torch", 1.0)
         self.three_times = Aim("world size 1: 3 times as fast as torch", 1 / 3)
+        self.quarter = Aim("64 calls in a block: a quarter of their time alone", 1 / 4)
         self.five_microseconds = Aim("our layer adds 5 us at most", 5e-6)
 
     def table(self) -> str:
         """All aims, one after the other."""
-        aims = (self.never_slower, self.three_times, self.five_microseconds)
+        aims = (self.never_slower, self.three_times, self.quarter, self.five_microseconds)
         return "\n".join(line for aim in aims for line in aim.summary())
 
 

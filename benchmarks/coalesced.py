@@ -1,15 +1,18 @@
-"""Many small tensors: one coalesced call against one call each."""
+"""Many small tensors: one coalesced call, or one block of calls, against one call each."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from benchmarks import _torch as theirs
 from benchmarks._measure import Case, Timings, measure
 from benchmarks.functional import wait_all_ours
+from torch_c10d_ext import distributed
 from torch_c10d_ext import functional as ours
 
 TORCH, OURS = "torch", "ours"
@@ -58,6 +61,41 @@ def many(seconds: float, device: str) -> list[Timings]:
                 lambda: theirs.reduce_scatter_single_coalesced(xs, "sum", dims, group),
                 lambda: ours.reduce_scatter_single_coalesced(xs, "sum", dims, group),
             ),
+        ],
+        seconds,
+        device,
+    )
+
+
+def managed(seconds: float, device: str) -> list[Timings]:
+    """64 calls in one coalescing block, torch's and ours, and 64 calls on their own."""
+    n = dist.get_world_size()
+    xs = [torch.ones(SIZE // 4, device=device) for _ in range(COUNT)]
+    wide = [torch.ones(n * SIZE // 4, device=device) for _ in range(COUNT)]
+
+    def case(name: str, call: Callable[[Any, Tensor, Tensor], Any]) -> Case:
+        def one_by_one(api: Any) -> None:
+            for x, w in zip(xs, wide, strict=True):
+                call(api, x, w)
+
+        def in_a_block(api: Any) -> None:
+            with api._coalescing_manager(device=torch.device(device)):
+                one_by_one(api)
+
+        # On gloo torch's raises, and the group does nothing from then on.
+        peers = {} if dist.get_backend() == "gloo" else {TORCH: lambda: in_a_block(dist)}
+        peers |= {
+            OURS: lambda: in_a_block(distributed),
+            TORCH_SINGLE: lambda: one_by_one(dist),
+            OURS_SINGLE: lambda: one_by_one(distributed),
+        }
+        return Case(name, peers, f"{COUNT} x {SIZE >> 10} KiB", same_results=False)
+
+    return measure(
+        [
+            case("all_reduce", lambda api, x, w: api.all_reduce(x)),
+            case("all_gather_into_tensor", lambda api, x, w: api.all_gather_into_tensor(w, x)),
+            case("reduce_scatter_tensor", lambda api, x, w: api.reduce_scatter_tensor(x, w)),
         ],
         seconds,
         device,

@@ -156,6 +156,26 @@ def sections(device: str, aims: Aims, quick: bool) -> list[Section]:
                 ],
             ),
         ),
+        *(
+            Section(
+                "coalesced",
+                ranks,
+                6,
+                coalesced.managed,
+                (device,),
+                lambda timings, ranks=ranks: several(
+                    f"64 calls in a coalescing block, {titles[ranks]}",
+                    "torch.distributed and torch_c10d_ext.distributed, the block's end included, "
+                    "and the same 64 calls without a block.",
+                    timings,
+                    [
+                        ("ours", "torch", aims.never_slower),
+                        ("ours", coalesced.OURS_SINGLE, None if ranks == fake else aims.quarter),
+                    ],
+                ),
+            )
+            for ranks in (fake, two)
+        ),
         Section(
             "compiled",
             two,

@@ -40,8 +40,6 @@ def group_name(group: Group, tag: str = "") -> str:
     """
     if isinstance(group, str):
         return group
-    if isinstance(group, dist.ProcessGroup):
-        return group.group_name
     if group is None:
         default = dist.group.WORLD
         if default is None:
@@ -50,6 +48,8 @@ def group_name(group: Group, tag: str = "") -> str:
                 "torch.distributed.init_process_group"
             )
         return default.group_name
+    if isinstance(group, dist.ProcessGroup):
+        return group.group_name
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(

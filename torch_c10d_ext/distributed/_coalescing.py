@@ -149,11 +149,11 @@ class CoalescingManager:
         self._works = []
 
     def _fire(self) -> None:
-        self._start()
+        self._start(self._async_ops)
         if not self._async_ops:
             self.wait()
 
-    def _start(self) -> None:
+    def _start(self, async_ops: bool = True) -> None:
         runs: list[list[Any]] = []
         for call in self._calls:
             if runs and _go_together(runs[-1][0], call):
@@ -168,7 +168,7 @@ class CoalescingManager:
                     held.started = work
                 self._works += works
             else:
-                self._works.append(_start(self._name, calls))
+                self.append(_start(self._name, calls, async_ops or len(runs) > 1))
 
 
 def _go_together(first: Call | HeldMessage, call: Call | HeldMessage) -> bool:
@@ -200,13 +200,13 @@ def hold(name: str, call: Call) -> bool:
     return True
 
 
-def _start(name: str, calls: list[Call]) -> Any:
+def _start(name: str, calls: list[Call], async_op: bool) -> Any:
     verb, reduction, factor = calls[0].verb, calls[0].reduction, calls[0].factor
     inputs, outputs = [call.input for call in calls], [call.output for call in calls]
     if verb == "all_reduce":
         if all(_delivery.in_place(x) for x in outputs):
             _C.ops["all_reduce_coalesced_"](outputs, reduction, name, factor=factor)
-            return _delivery.written(outputs, async_op=True)
+            return _delivery.written(outputs, async_op)
         started = _ops.all_reduce_coalesced(inputs, reduction, name, factor=factor)
     elif verb == "all_gather":
         started = _ops.all_gather_into_tensor_coalesced(inputs, group_size(name), name)
@@ -214,4 +214,4 @@ def _start(name: str, calls: list[Call]) -> Any:
         started = _ops.reduce_scatter_tensor_coalesced(
             inputs, reduction, group_size(name), name, factor=factor
         )
-    return _delivery.spread(list(started), [[out] for out in outputs], async_op=True)
+    return _delivery.spread(list(started), [[out] for out in outputs], async_op)

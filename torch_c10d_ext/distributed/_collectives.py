@@ -90,7 +90,6 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([t.reshape(-1) for t in tensors])
 
 
-@torch.no_grad()
 def all_reduce(tensor: Tensor, op: Any = _SUM, group: Group = None, async_op: bool = False) -> Any:
     """Replaces ``tensor`` on every rank by its reduction over the ranks of a group.
 
@@ -124,11 +123,12 @@ def all_reduce(tensor: Tensor, op: Any = _SUM, group: Group = None, async_op: bo
     reduction, factor = reduction_of(op)
     if _coalescing.hold(name, _coalescing.Call("all_reduce", tensor, tensor, reduction, factor)):
         return None
-    if _delivery.in_place(tensor):
-        _all_reduce_(tensor, reduction, name, factor=factor)
-        return _delivery.written([tensor], async_op)
-    started = _ops.all_reduce(tensor, reduction, name, factor=factor)
-    return _delivery.spread([started], [[tensor]], async_op)
+    with torch.no_grad():
+        if _delivery.in_place(tensor):
+            _all_reduce_(tensor, reduction, name, factor=factor)
+            return _delivery.written([tensor], async_op)
+        started = _ops.all_reduce(tensor, reduction, name, factor=factor)
+        return _delivery.spread([started], [[tensor]], async_op)
 
 
 @torch.no_grad()
@@ -353,7 +353,6 @@ def all_gather_coalesced(
     return _delivery.spread(list(started), targets, async_op)
 
 
-@torch.no_grad()
 def all_gather_into_tensor(
     output_tensor: Tensor, input_tensor: Tensor, group: Group = None, async_op: bool = False
 ) -> Any:
@@ -392,11 +391,12 @@ def all_gather_into_tensor(
     _check_numel(verb, output_tensor, ranks * input_tensor.numel(), "N times the input's", name)
     if _coalescing.hold(name, _coalescing.Call("all_gather", input_tensor, output_tensor)):
         return None
-    if _delivery.in_place(output_tensor) and _delivery.in_place(input_tensor):
-        _all_gather_into_tensor_out(input_tensor, ranks, name, out=output_tensor)
-        return _delivery.written([output_tensor], async_op)
-    started = _ops.all_gather_into_tensor(input_tensor, ranks, name)
-    return _delivery.spread([started], [[output_tensor]], async_op)
+    with torch.no_grad():
+        if _delivery.in_place(output_tensor) and _delivery.in_place(input_tensor):
+            _all_gather_into_tensor_out(input_tensor, ranks, name, out=output_tensor)
+            return _delivery.written([output_tensor], async_op)
+        started = _ops.all_gather_into_tensor(input_tensor, ranks, name)
+        return _delivery.spread([started], [[output_tensor]], async_op)
 
 
 @torch.no_grad()
@@ -445,7 +445,6 @@ def reduce_scatter(
     return _delivery.spread([started], [[output]], async_op)
 
 
-@torch.no_grad()
 def reduce_scatter_tensor(
     output: Tensor, input: Tensor, op: Any = _SUM, group: Group = None, async_op: bool = False
 ) -> Any:
@@ -490,11 +489,12 @@ def reduce_scatter_tensor(
     rows = input.reshape(ranks, -1) if input.dim() == 0 or input.shape[0] % ranks else input
     if _coalescing.hold(name, _coalescing.Call("reduce_scatter", rows, output, reduction, factor)):
         return None
-    if _delivery.in_place(output) and _delivery.in_place(rows):
-        _reduce_scatter_tensor_out(rows, reduction, ranks, name, factor=factor, out=output)
-        return _delivery.written([output], async_op)
-    started = _ops.reduce_scatter_tensor(rows, reduction, ranks, name, factor=factor)
-    return _delivery.spread([started], [[output]], async_op)
+    with torch.no_grad():
+        if _delivery.in_place(output) and _delivery.in_place(rows):
+            _reduce_scatter_tensor_out(rows, reduction, ranks, name, factor=factor, out=output)
+            return _delivery.written([output], async_op)
+        started = _ops.reduce_scatter_tensor(rows, reduction, ranks, name, factor=factor)
+        return _delivery.spread([started], [[output]], async_op)
 
 
 @torch.no_grad()
