@@ -325,5 +325,5 @@ def _large_tensors() -> None:
 
 
 def test_more_elements_than_an_int_counts() -> None:
-    needs_memory(4.5 * _LARGE)
+    needs_memory(6 * _LARGE)
     run(2, _large_tensors, deadline=120)
