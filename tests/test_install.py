@@ -162,7 +162,8 @@ def _code_of_others() -> None:
 
 
 def test_compiles_code_of_others_that_torch_does_not() -> None:
-    run(2, _code_of_others, deadline=120)
+    # gloo of torch 2.11 has no all_to_all of lists.
+    run(2, _code_of_others, backend="shm", deadline=120)
 
 
 # --- on and off ----------------------------------------------------------------------------------

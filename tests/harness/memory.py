@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-
 _SPARE = 2 << 30
 
 
@@ -17,4 +16,6 @@ def needs_memory(amount: float) -> None:
     free = int(dict(line.split(":") for line in lines)["MemAvailable"].split()[0]) << 10
     if free < amount + _SPARE:
         gib = 1 << 30
-        pytest.skip(f"takes {amount / gib:.1f} GiB of memory and 2 to spare, {free / gib:.1f} GiB are free")
+        pytest.skip(
+            f"takes {amount / gib:.1f} GiB of memory and 2 to spare, {free / gib:.1f} GiB are free"
+        )
