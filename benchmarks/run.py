@@ -88,6 +88,16 @@ def sections(device: str, aims: Aims, quick: bool) -> list[Section]:
         title = f"Time added to the backend's, {titles[ranks]}"
         return lambda t: added_time(title, LAYER_NOTE + extra, t, aims.five_microseconds)
 
+    def of_blocks(ranks: tuple[str, int, str]) -> Any:
+        aim = None if ranks == fake else aims.quarter
+        return lambda timings: several(
+            f"64 calls in a coalescing block, {titles[ranks]}",
+            "torch.distributed and torch_c10d_ext.distributed, the block's end included, and the "
+            "same 64 calls without a block.",
+            timings,
+            [("ours", "torch", aims.never_slower), ("ours", coalesced.OURS_SINGLE, aim)],
+        )
+
     alone = " World size 1 is sent to the backend here (shortcut off)."
     chosen = [
         Section(
@@ -157,23 +167,7 @@ def sections(device: str, aims: Aims, quick: bool) -> list[Section]:
             ),
         ),
         *(
-            Section(
-                "coalesced",
-                ranks,
-                6,
-                coalesced.managed,
-                (device,),
-                lambda timings, ranks=ranks: several(
-                    f"64 calls in a coalescing block, {titles[ranks]}",
-                    "torch.distributed and torch_c10d_ext.distributed, the block's end included, "
-                    "and the same 64 calls without a block.",
-                    timings,
-                    [
-                        ("ours", "torch", aims.never_slower),
-                        ("ours", coalesced.OURS_SINGLE, None if ranks == fake else aims.quarter),
-                    ],
-                ),
-            )
+            Section("coalesced", ranks, 6, coalesced.managed, (device,), of_blocks(ranks))
             for ranks in (fake, two)
         ),
         Section(
