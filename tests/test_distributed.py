@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 import torch_c10d_ext
 import torch_c10d_ext.distributed as ours
@@ -547,3 +548,83 @@ def test_a_program_of_torch_runs_unchanged() -> None:
     with warnings.catch_warnings():
         for backend in BACKENDS:
             run(2, _same_as_torch, backend=backend)
+
+
+# --- within other constructs ---------------------------------------------------------------------
+
+
+def _total(x: Tensor) -> Tensor:
+    y = x * 2
+    ours.all_reduce(y)
+    return y
+
+
+def _checkpointed(x: Tensor) -> Tensor:
+    return checkpoint(lambda x: _total(x.sin()) * x, x, use_reentrant=False)
+
+
+def _looped(x: Tensor) -> Tensor:
+    for i in range(3):
+        y = x * (i + 1)
+        work = ours.all_reduce(y, async_op=True)
+        z = x + 1
+        work.wait()
+        x = y + z
+    return x
+
+
+def _branched(x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, _total, lambda x: x * 3, (x,))
+
+
+def _within_other_constructs() -> None:
+    n, rank = dist.get_world_size(), dist.get_rank()
+    everyone = torch.stack([torch.arange(4.0) + r + 1 for r in range(n)])
+    x = everyone[rank]
+    looped = everyone
+    for i in range(3):
+        looped = (looped * (i + 1)).sum(0) + looped + 1
+    wanted = {
+        _checkpointed: 2 * everyone.sin().sum(0) * x,
+        _looped: looped[rank],
+        _branched: 2 * everyone.sum(0),
+    }
+    for backend in ("aot_eager", "inductor"):
+        for f, want in wanted.items():
+            torch._dynamo.reset()
+            input = x.clone().requires_grad_(f is _checkpointed)
+            got = torch.compile(f, backend=backend, fullgraph=True)(input)
+            assert torch.allclose(got, want), (backend, f, got, want)
+            if f is _checkpointed:
+                got.sum().backward()
+                # New values, old history: the sum differentiates as this rank's 2 sin(x).
+                slope = 2 * everyone.sin().sum(0) + 2 * x.cos() * x
+                assert input.grad is not None
+                assert torch.allclose(input.grad, slope), (backend, input.grad)
+
+
+def test_within_checkpoint_loops_and_cond() -> None:
+    run(3, _within_other_constructs, deadline=150)
+
+
+def _sparse() -> None:
+    n, rank = dist.get_world_size(), dist.get_rank()
+
+    def of(r: int) -> Tensor:
+        return torch.sparse_coo_tensor([[0, r + 1]], torch.tensor([1.0, 10.0 + r]), (n + 1,))
+
+    want = sum(of(r).to_dense() for r in range(n))
+    for op, group in ((dist.ReduceOp.SUM, None), ("sum", dist.group.WORLD)):
+        x = of(rank)
+        assert ours.all_reduce(x, op, group) is None
+        assert torch.equal(x.to_dense(), want)
+    x = of(rank)
+    work = ours.all_reduce(x, async_op=True)
+    work.wait()
+    (result,) = work.result()
+    assert torch.equal(result.to_dense(), want)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sparse_tensors(backend: str) -> None:
+    run(3, _sparse, backend=backend)

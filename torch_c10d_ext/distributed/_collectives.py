@@ -94,7 +94,8 @@ def all_reduce(tensor: Tensor, op: Any = _SUM, group: Group = None, async_op: bo
     """Replaces ``tensor`` on every rank by its reduction over the ranks of a group.
 
     Args:
-        tensor: any shape, strides and dtype, the same shape and dtype on every rank.
+        tensor: any shape, strides and dtype, the same shape and dtype on every rank. Outside of
+            graphs, sparse COO tensors of as many non-zeros as a rank likes, as the backend has it.
         op: a ``ReduceOp`` with a meaning for the dtype, ``PREMUL_SUM`` included, or its name.
         group: None is the default group; see :data:`torch_c10d_ext.functional.Group`.
         async_op: return at once; the values are there after ``wait()`` of what is returned.
@@ -120,6 +121,9 @@ def all_reduce(tensor: Tensor, op: Any = _SUM, group: Group = None, async_op: bo
     if name is None:
         return None
     _check_tensor("all_reduce", "tensor", tensor, name)
+    if tensor.layout is torch.sparse_coo and not torch.compiler.is_compiling():
+        reduce_op = getattr(dist.ReduceOp, op.upper(), op) if isinstance(op, str) else op
+        return dist.all_reduce(tensor, reduce_op, process_group(name), async_op)
     reduction, factor = reduction_of(op)
     if _coalescing.hold(name, _coalescing.Call("all_reduce", tensor, tensor, reduction, factor)):
         return None
