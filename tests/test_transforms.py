@@ -499,7 +499,7 @@ def check_finite_differences() -> Any:
     """
     n, report = dist.get_world_size(), Report()
     smooth = [(name, step) for name, step in steps(n).items() if not step.ties]
-    for name, step in smooth[n % 6 :: 6]:  # others at each world size
+    for name, step in smooth[n % 4 :: 4]:  # others at each world size, all of them in the end
         xs = [x.requires_grad_() for x in step.inputs()]
         f = step.distributed()
         with report.attempt(f"{name}: gradcheck"):
