@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.harness.over_gloo import GroupOverGloo
+
 DELAY = 0.05
 
 _DEADLINE = 30.0
@@ -49,13 +51,13 @@ class LateWork(dist.Work):
         return True
 
 
-class DelayedGroup(dist.ProcessGroup):
+class DelayedGroup(GroupOverGloo):
     """gloo, 50 ms behind."""
 
+    BACKEND = "delayed"
+
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._name = ""
+        super().__init__(store, rank, size, timeout)
         self._works: queue.SimpleQueue[LateWork] = queue.SimpleQueue()
         threading.Thread(target=self._serve, daemon=True).start()
 
@@ -86,28 +88,5 @@ class DelayedGroup(dist.ProcessGroup):
     def barrier(self, opts: Any) -> dist.Work:
         return self._late("barrier", [], lambda: self._gloo.barrier(opts))
 
-    def getBackendName(self) -> str:  # noqa: N802
-        return "delayed"
 
-    def setGroupName(self, name: str) -> None:  # noqa: N802
-        self._name = name
-
-    def getGroupName(self) -> str:  # noqa: N802
-        return self._name
-
-    def setGroupDesc(self, description: str) -> None:  # noqa: N802
-        pass
-
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-
-def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> DelayedGroup:
-    return DelayedGroup(store, rank, size, timeout)
-
-
-def register() -> None:
-    """Make the backend known by the name `delayed`."""
-    if not hasattr(dist.Backend, "DELAYED"):
-        dist.Backend.register_backend("delayed", _create, devices=["cpu"])
+register = DelayedGroup.register

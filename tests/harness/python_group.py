@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.harness.over_gloo import GroupOverGloo
+
 DEADLINE = timedelta(seconds=30)
 
 
@@ -40,13 +42,13 @@ class FutureWork(dist.Work):
         return self._future
 
 
-class PythonGroup(dist.ProcessGroup):
-    """Three verbs, and the names that torch asks for."""
+class PythonGroup(GroupOverGloo):
+    """Three verbs."""
+
+    BACKEND = "python"
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._name = ""
+        super().__init__(store, rank, size, timeout)
         self.calls: list[str] = []
 
     def _started(self, verb: str, results: list[Tensor], inner: Any) -> dist.Work:
@@ -71,28 +73,5 @@ class PythonGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._started("barrier", [], self._gloo.barrier(opts))
 
-    def getBackendName(self) -> str:  # noqa: N802
-        return "python"
 
-    def setGroupName(self, name: str) -> None:  # noqa: N802
-        self._name = name
-
-    def getGroupName(self) -> str:  # noqa: N802
-        return self._name
-
-    def setGroupDesc(self, description: str) -> None:  # noqa: N802
-        pass
-
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-
-def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> PythonGroup:
-    return PythonGroup(store, rank, size, timeout)
-
-
-def register() -> None:
-    """Make the backend known by the name `python`."""
-    if not hasattr(dist.Backend, "PYTHON"):
-        dist.Backend.register_backend("python", _create, devices=["cpu"])
+register = PythonGroup.register
