@@ -290,6 +290,11 @@ def _blocks(compiled: bool) -> None:
             early.wait()
         late = ours.irecv(a, left)
     assert early.wait() and late.is_completed() and late._source_rank() == left
+    with ours.coalescing_manager():
+        ours.isend(value(rank, (5,)), right)
+        c = torch.zeros(5)
+        ours.recv(c, left)  # what was held back goes first, or this would never end
+    assert torch.equal(c, value(left, (5,)))
     with contextlib.suppress(KeyError), ours.coalescing_manager():
         ours.isend(value(rank), right)
         raise KeyError

@@ -828,6 +828,30 @@ def test_vmap(backend: str, size: int) -> None:
     verify(size, check_vmap, backend=backend, deadline=200)
 
 
+def _batches_along_other_dimensions() -> None:
+    """Ranks that agree on the batch and the slices, but not on where the batch is."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    every = [smooth_values((3, 3), torch.float64, r) for r in range(n)]
+    dim = rank % 2
+    x = every[rank].movedim(0, dim)
+    total, ring = torch.stack(every).sum(0), [(r + 1) % n for r in range(n)]
+    calls: list[tuple[Callable[[Tensor], Any], Tensor]] = [
+        (lambda x: F.all_reduce(x, "sum", group()), total),
+        (lambda x: F.all_reduce_coalesced([x, x], "sum", group())[1], total),
+        (lambda x: F.broadcast(x, n - 1, group()), every[n - 1]),
+        (lambda x: F.permute_tensor(x, ring, group()), every[(rank - 1) % n]),
+        (lambda x: F.all_gather_tensor(x, 0, group()), torch.cat(every, 1)),
+        (lambda x: F.reduce_scatter_tensor(x.repeat(n), "sum", 0, group()), total),
+    ]
+    for f, want in calls:
+        assert torch.allclose(vmap(f, in_dims=dim)(x) + 0, want), f
+
+
+@pytest.mark.parametrize("backend", ("gloo", "shm"))
+def test_ranks_may_batch_along_other_dimensions(backend: str) -> None:
+    run(3, _batches_along_other_dimensions, backend=backend)
+
+
 def test_a_batch_is_one_collective() -> None:
     verify(2, check_counts, backend="shm")
 
