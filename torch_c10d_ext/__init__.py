@@ -27,14 +27,15 @@ if _BUILT_WITH.split(".")[:2] != torch.__version__.split(".")[:2]:
     )
 
 from torch_c10d_ext import _C as _C
-from torch_c10d_ext import _backends, _groups, _inductor, errors, functional
+from torch_c10d_ext import _backends, _exit, _groups, _inductor, errors, functional
 from torch_c10d_ext._async import AsyncCollectiveTensor, pending_count, work_of
 from torch_c10d_ext._dynamo import install, installed, uninstall
 from torch_c10d_ext.report import Compute, Link, communication_report
 
 _C.set_group_names_provider(_groups.known_names)
 _inductor.enable()
-# Last in, first out: what the backends still complete is swept after it.
+# Last in, first out: the backends close, what they completed is swept, and gloo's threads rest.
+_exit.register()
 atexit.register(_C.sweep)
 _backends.register()
 

@@ -446,7 +446,7 @@ class StartedHere {
   void add(PendingWorkPtr work) {
     if (works_.size() >= limit_) {
       sweep();
-      if (in_flight() >= kMostInFlight) {
+      if (works_.size() >= kMostInFlight) {
         hold_back();
       }
     }
@@ -507,6 +507,9 @@ class StartedHere {
         before = now;
         looks = 0;
       }
+    }
+    if (before <= kMostInFlight / 2) {
+      sweep();  // of those that went after the last look, or the limit stays twice too high
     }
   }
 
