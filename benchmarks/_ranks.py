@@ -148,7 +148,13 @@ class MpiRanks(Ranks):
                 self._mpiexec = subprocess.Popen(
                     [str(self._prefix / "bin" / "mpiexec"), *flags, "-n", str(self.size), *rank],
                     cwd=Path(__file__).resolve().parent.parent,
-                    env={**os.environ, **_MPI_SETTINGS.get(self.backend, {})},
+                    # numpy asks for huge pages for large arrays and torch does not: the memory is
+                    # to be the same for all.
+                    env={
+                        **os.environ,
+                        "NUMPY_MADVISE_HUGEPAGE": "0",
+                        **_MPI_SETTINGS.get(self.backend, {}),
+                    },
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
