@@ -114,6 +114,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::register_exception_translator(translate);
   bind_shm(m);
+  bind_works(m);
   lazy::register_kernels();
 
   m.attr("torch_version") = C10D_EXT_TORCH_VERSION;
@@ -131,6 +132,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("seal", &seal);
   m.def("wait", &wait, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("work_of", &work_of);
+  m.def("started_work_of", &started_work_of);
   m.def("start_messages", &start_messages_of, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("sweep", &sweep, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("pending_count", &pending_count);

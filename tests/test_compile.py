@@ -359,6 +359,39 @@ def test_raise_and_sink_overlap_everything() -> None:
     assert codes[0].count("c10d_ext") == codes[1].count("c10d_ext")
 
 
+def _layers(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    return (F.all_reduce(x @ v, "avg", None).relu() @ w).square().mean()
+
+
+def _copies(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    y = (x @ F.copy_to_group(v, None)).relu()
+    return (y @ F.copy_to_group(w, None)).square().mean()
+
+
+def _backward_in_order(loss: Callable[..., Tensor]) -> str:
+    """The generated backward, whose gradients are collectives."""
+    x, v, w = (t.requires_grad_() for t in (_xs((16, 16))[dist.get_rank()], *_xs((16, 16), salt=5)))
+
+    def step(f: Any) -> list[Tensor]:
+        return list(torch.autograd.grad(f(x, v, w), (x, v, w)))
+
+    want = step(loss)
+    with torch._inductor.config.patch(_LONG_FLIGHTS):
+        got, codes = run_and_get_code(step, torch.compile(loss, fullgraph=True))
+    for g, wanted in zip(got, want, strict=True):
+        _assert_close(g, wanted)
+    return codes[-1]
+
+
+@pytest.mark.parametrize("loss", [_layers, _copies])
+def test_collectives_of_backward_overlap(loss: Callable[..., Tensor]) -> None:
+    """The gradient of the activations, or of the last weight, travels during a product."""
+    for code in run(2, _backward_in_order, loss, deadline=INDUCTOR_DEADLINE):
+        begin, end, products = _positions(code)
+        assert len(products) == 4, code
+        assert sum(begin < p < end for p in products) >= 1, code
+
+
 def _reordered_by_cost(settings: dict[str, Any]) -> str:
     name, rank = group(), dist.get_rank()
 

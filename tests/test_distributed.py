@@ -160,6 +160,59 @@ def _works() -> None:
     assert torch_c10d_ext.pending_count() == 0
 
 
+def _numbered_and_timed(backend: str) -> None:
+    """What torch's works of the same calls say, and the number that torch keeps to itself."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    pg = dist.group.WORLD
+    assert pg is not None
+    counted = pg if backend == "gloo" else pg._get_backend(torch.device("cpu"))
+
+    def calls(x: Tensor, strided: Tensor, outs: list[Tensor]) -> dict[str, Callable[[Any], Any]]:
+        return {
+            "all_reduce": lambda api: api.all_reduce(x, async_op=True),
+            "all_reduce, strided": lambda api: api.all_reduce(strided, async_op=True),
+            "all_gather": lambda api: api.all_gather(outs, x, async_op=True),
+            "broadcast": lambda api: api.broadcast(x, 0, async_op=True),
+        }
+
+    for size in (1, 1 << 20):
+        outs = [torch.empty(size) for _ in range(n)]
+        for name, call in calls(torch.ones(size), torch.ones(size, 2)[:, 0], outs).items():
+            before = counted._get_sequence_number_for_group()
+            started = time.perf_counter()
+            work = call(ours)
+            work.wait()
+            elapsed = 1e3 * (time.perf_counter() - started)
+            assert work._get_sequence_number() == counted._get_sequence_number_for_group(), name
+            assert work._get_sequence_number() > before, name
+            assert work.wait()  # asked again, it says the same
+            assert work._get_sequence_number() == counted._get_sequence_number_for_group(), name
+            if backend == "shm":
+                assert 0 < work._get_duration() <= elapsed, name
+                assert work._get_op_type() == call(dist)._get_op_type(), name
+            else:
+                with pytest.raises(RuntimeError, match="(?i)duration|time what it does"):
+                    work._get_duration()
+    sends, x = rank % 2 == 0, torch.ones(1 << 20)
+    peer = rank + 1 if sends else rank - 1
+    numbers = []
+    for _ in range(3):
+        work = ours.isend(x, peer) if sends else ours.irecv(x, peer)
+        work.wait()
+        numbers.append(work._get_sequence_number())
+        if backend == "shm":
+            assert work._get_duration() > 0
+    assert numbers == list(range(numbers[0], numbers[0] + 3)), numbers
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    with pytest.raises(RuntimeError, match="_get_duration: a backend must have done the call"):
+        ours.all_reduce(x, group=alone, async_op=True)._get_duration()
+
+
+def test_works_have_a_number_and_a_duration() -> None:
+    for backend in BACKENDS:
+        run(2, _numbered_and_timed, backend, backend=backend)
+
+
 def _a_work_that_fails() -> None:
     group = dist.new_group(timeout=dt.timedelta(seconds=3))
     ours.barrier()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -499,11 +500,9 @@ def _runs(kind: str) -> None:
             torch._dynamo.reset()
             f = torch.compile(program, backend=kind, fullgraph=True)
         elif kind == "peak_memory":
-            import torch._inductor.config as config
-
             torch._dynamo.reset()
             options = {"reorder_for_peak_memory": True, "reorder_for_compute_comm_overlap": True}
-            assert all(hasattr(config, option) for option in options)
+            assert all(hasattr(torch._inductor.config, option) for option in options)
             f = torch.compile(program, fullgraph=True, options=options)
         elif kind == "make_fx":
             f = make_fx(program)(x)
@@ -667,9 +666,34 @@ def test_what_a_graph_holds() -> None:
     run(2, _graphs, deadline=DEADLINE)
 
 
+def _waits_first(nodes: list[Any]) -> list[Any]:
+    """A schedule that Inductor may choose: waits for collectives as early as they may come."""
+    from torch._inductor import ir
+
+    made = {name: node for node in nodes for name in node.get_buffer_names()}
+
+    def with_what_it_needs(node: Any, order: dict[Any, None]) -> dict[Any, None]:
+        if node not in order:
+            for dependency in node.unmet_dependencies:
+                if dependency.name in made:
+                    with_what_it_needs(made[dependency.name], order)
+            order[node] = None
+        return order
+
+    waits = [node for node in nodes if isinstance(node.node, ir._WaitKernel)]
+    assert waits
+    order: dict[Any, None] = {}
+    for node in sorted(waits, key=lambda node: len(with_what_it_needs(node, {}))) + nodes:
+        with_what_it_needs(node, order)
+    assert len(order) == len(nodes)
+    return list(order)
+
+
 def _beside_collectives() -> None:
     """A collective waits for the peer that waits for a message first, in Inductor's order too."""
     rank = dist.get_rank()
+    # Compiled, rank 1 might start its part of the collective before it needs to.
+    only_rank_0_compiles = False
 
     def program(x: Tensor) -> tuple[Tensor, Tensor]:
         # Early waits would save memory: what is large is short lived.
@@ -680,23 +704,33 @@ def _beside_collectives() -> None:
             work.wait()
             total = total.reshape(-1, 4).mean(0)
             ours.send(x * 3, 1)
-            ours.barrier()
+            if not only_rank_0_compiles:  # whose traced form another rank must trace, too
+                ours.barrier()
             return torch.zeros_like(x), total
         y, z = x.new_zeros(200_000), torch.zeros_like(x)
         ours.recv(y, 0)
         ours.all_reduce(total)
         ours.recv(z, 0)
-        ours.barrier()
+        if not only_rank_0_compiles:
+            ours.barrier()
         return y[:4] + z, total.reshape(-1, 4).mean(0)
 
     x = value(rank)
-    for options in ({}, {"reorder_for_peak_memory": True}):
+    for changes in (
+        {},
+        {"reorder_for_peak_memory": True},
+        {"_post_fusion_custom_pass": _waits_first, "reorder_for_peak_memory": False},
+    ):
         torch._dynamo.reset()
-        f = torch.compile(program, fullgraph=True, options=options)
-        for _ in range(2):
-            y, total = f(x)
-            assert torch.equal(y, value(0) * 5 if rank else torch.zeros(4))
-            assert torch.allclose(total, value(0) + value(1))
+        with torch._inductor.config.patch(changes):
+            only_rank_0_compiles = "_post_fusion_custom_pass" in changes
+            f = program
+            if rank == 0 or not only_rank_0_compiles:
+                f = torch.compile(program, fullgraph=True)
+            for _ in range(2):
+                y, total = f(x)
+                assert torch.equal(y, value(0) * 5 if rank else torch.zeros(4))
+                assert torch.allclose(total, value(0) + value(1))
     idle()
 
 

@@ -1099,6 +1099,14 @@ ShmBackend::FlightPtr ShmBackend::make(const Call& call, shm::Verb verb, const R
   return flight;
 }
 
+namespace {
+thread_local Facts settled_here;
+}  // namespace
+
+const Facts& ShmBackend::last_settled() {
+  return settled_here;
+}
+
 ShmBackend::WorkPtr ShmBackend::launch(const Call& call, FlightPtr flight) {
   using Delivery = Call::Delivery;
   const auto in_place = [](const shm::Request& r) {
@@ -1122,6 +1130,7 @@ ShmBackend::WorkPtr ShmBackend::launch(const Call& call, FlightPtr flight) {
     case Delivery::Op:
       if (flight->settled()) {
         flight->report();
+        settled_here = {call.type, static_cast<int64_t>(flight->number()), flight->milliseconds()};
         recycle(std::move(flight));
         return {};
       }

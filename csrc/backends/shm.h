@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "backends/shm/engine.h"
+#include "core/facts.h"
 #include "core/group.h"
 #include "core/reduction.h"
 
@@ -63,8 +64,12 @@ class ShmBackend final : public c10d::Backend {
   // --- What the ops call ------------------------------------------------------------------------
   //
   // `op` is a literal, for texts. Sources are left alone unless they are the outs themselves.
-  // Null: complete already. Otherwise the work is in flight and holds the tensors. A failure that
-  // shows at once is thrown. Callers have checked shapes, ranks and reductions.
+  // Null: complete already (see last_settled). Otherwise the work is in flight and holds the
+  // tensors. A failure that shows at once is thrown. Callers have checked shapes, ranks and
+  // reductions.
+
+  // What a start_* of this thread last returned null for.
+  static const Facts& last_settled();
 
   WorkPtr start_all_reduce(std::string_view op, at::TensorList sources, at::TensorList outs,
                            const Reduction& reduction);

@@ -58,11 +58,22 @@ ShmBackend* shm_of(const Group& group, const at::Tensor& t) {
   return typeid(*found) == typeid(ShmBackend) ? static_cast<ShmBackend*>(found) : nullptr;
 }
 
+// Whether this rank does it all by itself, and no backend is asked.
+bool is_alone(const Group& group) {
+  if (!single_rank_shortcut(group)) {
+    return false;
+  }
+  note_over(at::Tensor(), Facts());
+  return true;
+}
+
 // Of what shm_of() started; null: complete already.
 void attach_started(std::string_view op, const Group& group, at::TensorList outs,
                     const WorkPtr& work) {
   if (work) {
     attach(op, group, outs, work, Finish(), &ShmBackend::when_settled);
+  } else {
+    note_over(outs.front(), ShmBackend::last_settled());
   }
 }
 
@@ -90,7 +101,8 @@ class Channel {
     gloo_ = name == "gloo";
     nccl_ = name == "nccl";
     complete_ = name == "shm" || name == "fake";
-    has_future_ = gloo_ || name == "shm";
+    timed_ = name == "shm";
+    has_future_ = gloo_ || timed_;
   }
 
   // Runs `verb` on the backend. A process group without backends passes most of what it was not
@@ -168,6 +180,11 @@ class Channel {
     return gloo_ ? with_patience(std::move(work)) : work;
   }
 
+  // Works know how long they took.
+  bool is_timed() const {
+    return timed_;
+  }
+
   // Gloo and nccl keep a collective's inputs alive themselves; of others nothing is known.
   Finish keep(const at::Tensor& t) const {
     return gloo_ || nccl_ ? Finish() : Finish([t = alias_of(t)] {});
@@ -187,6 +204,7 @@ class Channel {
   bool nccl_ = false;
   bool complete_ = false;
   bool has_future_ = false;
+  bool timed_ = false;
 };
 
 c10d::ReduceOp wire_op_of(ReduceOp op) {
@@ -550,7 +568,7 @@ void start_all_reduce(std::string_view op, const Group& group, const at::Tensor&
   if (out.is_meta() || out.numel() == 0) {
     return;
   }
-  if (single_rank_shortcut(group)) {
+  if (is_alone(group)) {
     reduce_alone(source, out, reduction);
     return;
   }
@@ -567,7 +585,7 @@ void start_all_reduce_coalesced(std::string_view op, const Group& group, at::Ten
   if (outs.empty() || outs.front().is_meta() || all_empty(outs)) {
     return;
   }
-  if (single_rank_shortcut(group)) {
+  if (is_alone(group)) {
     for (size_t i = 0; i < outs.size(); ++i) {
       reduce_alone(sources[i], outs[i], reduction);
     }
@@ -608,7 +626,7 @@ void start_reduce(std::string_view op, const Group& group, const at::Tensor& sou
   if (out.is_meta() || out.numel() == 0) {
     return;
   }
-  if (single_rank_shortcut(group)) {
+  if (is_alone(group)) {
     reduce_alone(source, out, reduction);
     return;
   }
@@ -678,7 +696,7 @@ void start_all_gather(std::string_view op, const Group& group, const at::Tensor&
   if (out.is_meta() || out.numel() == 0) {
     return;
   }
-  if (single_rank_shortcut(group)) {
+  if (is_alone(group)) {
     out.copy_(source.reshape(out.sizes()));
     return;
   }
@@ -698,7 +716,7 @@ void start_all_gather_coalesced(std::string_view op, const Group& group, at::Ten
   if (outs.empty() || outs.front().is_meta() || all_empty(outs)) {
     return;
   }
-  if (single_rank_shortcut(group)) {
+  if (is_alone(group)) {
     for (size_t i = 0; i < outs.size(); ++i) {
       outs[i].copy_(sources[i].reshape(outs[i].sizes()));
     }
@@ -745,7 +763,7 @@ void start_all_gather_uneven(std::string_view op, const Group& group, const at::
   if (out.is_meta() || out.numel() == 0) {
     return;
   }
-  if (single_rank_shortcut(group)) {
+  if (is_alone(group)) {
     out.copy_(source);
     return;
   }
@@ -785,7 +803,7 @@ void start_reduce_scatter(std::string_view op, const Group& group, const at::Ten
   if (out.is_meta() || out.numel() == 0) {
     return;
   }
-  if (single_rank_shortcut(group)) {
+  if (is_alone(group)) {
     reduce_alone(source.reshape(out.sizes()), out, reduction);
     return;
   }
@@ -802,7 +820,7 @@ void start_reduce_scatter_coalesced(std::string_view op, const Group& group, at:
   if (outs.empty() || outs.front().is_meta() || all_empty(outs)) {
     return;
   }
-  if (single_rank_shortcut(group)) {
+  if (is_alone(group)) {
     for (size_t i = 0; i < outs.size(); ++i) {
       reduce_alone(sources[i].reshape(outs[i].sizes()), outs[i], reduction);
     }
@@ -835,7 +853,7 @@ void start_reduce_scatter_uneven(std::string_view op, const Group& group, const 
   if (source.is_meta() || source.numel() == 0) {
     return;
   }
-  if (single_rank_shortcut(group)) {
+  if (is_alone(group)) {
     reduce_alone(source, out, reduction);
     return;
   }
@@ -862,7 +880,7 @@ void start_all_to_all(std::string_view op, const Group& group, const at::Tensor&
   if (width == 0) {
     return;
   }
-  if (single_rank_shortcut(group)) {
+  if (is_alone(group)) {
     out.copy_(source.reshape(out.sizes()));
     return;
   }
@@ -893,7 +911,7 @@ void start_broadcast(std::string_view op, const Group& group, const at::Tensor& 
   if (out.is_meta() || out.numel() == 0) {
     return;
   }
-  if (single_rank_shortcut(group)) {
+  if (is_alone(group)) {
     if (!source.is_same(out)) {
       out.copy_(source);
     }
@@ -920,7 +938,7 @@ void start_broadcast_coalesced(std::string_view op, const Group& group, at::Tens
   if (outs.empty() || outs.front().is_meta() || all_empty(outs)) {
     return;
   }
-  if (single_rank_shortcut(group)) {
+  if (is_alone(group)) {
     for (size_t i = 0; i < outs.size(); ++i) {
       if (!sources[i].is_same(outs[i])) {
         outs[i].copy_(sources[i]);
@@ -946,7 +964,7 @@ void start_gather(std::string_view op, const Group& group, const at::Tensor& sou
   if (source.is_meta() || source.numel() == 0) {
     return;
   }
-  if (single_rank_shortcut(group)) {
+  if (is_alone(group)) {
     out.copy_(source.reshape(out.sizes()));
     return;
   }
@@ -987,7 +1005,7 @@ void start_scatter(std::string_view op, const Group& group, const at::Tensor& so
   if (out.is_meta() || out.numel() == 0) {
     return;
   }
-  if (single_rank_shortcut(group)) {
+  if (is_alone(group)) {
     out.copy_(source.reshape(out.sizes()));
     return;
   }
@@ -1079,7 +1097,8 @@ std::vector<WorkPtr> start_messages(std::string_view op, const Group& group,
     const Message& message = messages[i];
     Finish finish = then(channel.keep(wires[i][0]), std::move(finishes[i]));
     works.push_back(follow(op, group, alias_of(message.tensor), channel.askable(started[i]),
-                           std::move(finish), message.sends ? group.rank() : message.peer));
+                           std::move(finish), message.sends ? group.rank() : message.peer,
+                           channel.is_timed()));
   }
   return works;
 }

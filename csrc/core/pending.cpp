@@ -1,7 +1,7 @@
 #include "core/pending.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <pybind11/pybind11.h>
+#include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
@@ -12,7 +12,9 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <exception>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -55,6 +57,18 @@ const c10::StorageImpl* storage_of(const at::Tensor& t) {
   return t.defined() && t.has_storage() ? t.storage().unsafeGetStorageImpl() : nullptr;
 }
 
+// Those of groups written in Python may not.
+bool tells_its_number(Subscribe subscribe) {
+  return subscribe != nullptr && subscribe != &subscribe_if_possible;
+}
+
+// No backend but our own can tell how long it took.
+bool is_timed(Subscribe subscribe) {
+  return tells_its_number(subscribe) && subscribe != &subscribe_to_future;
+}
+
+constexpr float kNotTimed = std::numeric_limits<float>::quiet_NaN();
+
 // A backend's work, plus what this rank still has to do when it completes.
 class PendingWork : public c10d::Work {
  public:
@@ -69,16 +83,35 @@ class PendingWork : public c10d::Work {
         inner_(std::move(inner)),
         finish_(std::move(finish)),
         cpu_(outputs.empty() || outputs.front().is_cpu()),
-        subscribe_(cpu_ ? subscribe : nullptr) {}
+        subscribe_(cpu_ ? subscribe : nullptr),
+        timed_(is_timed(subscribe_)) {
+    if (tells_its_number(subscribe_)) {
+      note_sequence_number();
+    }
+  }
 
   // A message from `source`, a rank of the group, or -1: the backend will know.
   PendingWork(std::string_view op, const Group& group, at::TensorList outputs,
-              c10::intrusive_ptr<c10d::Work> inner, Finish finish, int64_t source)
+              c10::intrusive_ptr<c10d::Work> inner, Finish finish, int64_t source, bool timed)
       : PendingWork(op, group, outputs, std::move(inner), std::move(finish), nullptr) {
     what_ = "message";
     source_rank_ = source;
+    timed_ = timed;
+    note_sequence_number();
     ++messages_in_flight;
   }
+
+  // A collective of `op` that was over when its start returned.
+  PendingWork(const Facts& facts, const at::Tensor& output)
+      : c10d::Work(-1, facts.type),
+        op_("work"),
+        rank_in_group_(-1),
+        group_size_(0),
+        outputs_(aliases_of({output})),
+        cpu_(true),
+        subscribe_(nullptr),
+        sequence_number_(facts.number),
+        milliseconds_(facts.milliseconds) {}
 
   ~PendingWork() override {
     if (is_message() && inner_ != nullptr) {
@@ -202,18 +235,18 @@ class PendingWork : public c10d::Work {
   }
 
   uint64_t getSequencenumber() const override {
-    const auto inner = running();
-    return inner ? inner->getSequencenumber() : sequence_number_.load();
+    TORCH_CHECK(sequence_number_ >= 0, op_, ": the backend must number what it does, got one that ",
+                "does not ", where(rank_in_group_, group_size_, group_name_));
+    return sequence_number_;
   }
 
   float getDuration() const override {
-    const auto inner = running();
-    TORCH_CHECK(inner, op_, ": getDuration must be asked before the work is waited for");
-    return inner->getDuration();
-  }
-
-  void note_sequence_number() {
-    sequence_number_ = inner_->getSequencenumber();
+    if (const auto inner = running()) {
+      return inner->getDuration();
+    }
+    TORCH_CHECK(!std::isnan(milliseconds_), op_, ": the backend must time what it does, got one ",
+                "that does not ", where(rank_in_group_, group_size_, group_name_));
+    return milliseconds_;
   }
 
   // In c10d's table of works, as far as is known here.
@@ -239,6 +272,14 @@ class PendingWork : public c10d::Work {
   }
 
  private:
+  void note_sequence_number() {
+    try {
+      sequence_number_ = static_cast<int64_t>(inner_->getSequencenumber());
+    } catch (const std::exception&) {
+      // It counts nothing.
+    }
+  }
+
   bool is_message() const {
     return what_ == "message";
   }
@@ -293,6 +334,9 @@ class PendingWork : public c10d::Work {
       std::lock_guard<std::mutex> state(mutex_);
       inner.swap(inner_);
       error_ = error ? described(error) : nullptr;
+      if (timed_ && !error_) {
+        milliseconds_ = inner->getDuration();
+      }
       future = future_;
       if (is_message()) {
         --messages_in_flight;
@@ -382,9 +426,11 @@ class PendingWork : public c10d::Work {
   Finish finish_;
   const bool cpu_;
   const Subscribe subscribe_;
+  bool timed_ = false;
   std::atomic<bool> subscribed_{false};
   std::atomic<bool> listed_{true};
-  std::atomic<uint64_t> sequence_number_{0};
+  std::atomic<int64_t> sequence_number_{-1};  // -1: not known
+  std::atomic<float> milliseconds_{kNotTimed};
   std::atomic<int64_t> source_rank_{-1};
 };
 
@@ -517,6 +563,20 @@ class StartedHere {
   std::vector<PendingWorkPtr> works_;
 };
 
+// The collective that this thread started last: its work, which lets go of the tensors when it is
+// over, or what is known of one that was over at once.
+struct Last {
+  const c10::StorageImpl* storage = nullptr;
+  PendingWorkPtr work;
+  Facts facts;
+};
+
+Last& last_here() {
+  // Leaked on thread exit, as StartedHere.
+  static thread_local Last* instance = new Last;
+  return *instance;
+}
+
 StartedHere& started_here() {
   // Leaked on thread exit by design: destroying works there could run backend code too late.
   static thread_local StartedHere* instance = new StartedHere;
@@ -544,6 +604,12 @@ void attach(std::string_view op, const Group& group, at::TensorList outputs,
             const c10::intrusive_ptr<c10d::Work>& work, Finish finish, Subscribe subscribe) {
   const bool cpu = outputs.empty() || outputs.front().is_cpu();
   if (!work || (cpu && work->isCompleted() && work->isSuccess())) {
+    note_over(at::Tensor(), Facts());
+    if (work && !outputs.empty() && tells_its_number(subscribe)) {
+      note_over(outputs.front(),
+                {work->retrieveOpType(), static_cast<int64_t>(work->getSequencenumber()),
+                 is_timed(subscribe) ? work->getDuration() : kNotTimed});
+    }
     if (finish) {
       at::AutoDispatchBelowADInplaceOrView below_autograd;
       finish();
@@ -552,18 +618,20 @@ void attach(std::string_view op, const Group& group, at::TensorList outputs,
   }
   auto pending =
       c10::make_intrusive<PendingWork>(op, group, outputs, work, std::move(finish), subscribe);
-  if (subscribe != nullptr && subscribe != &subscribe_if_possible) {
-    pending->note_sequence_number();
-  }
   pending->enlist();
+  last_here() = {outputs.empty() ? nullptr : storage_of(outputs.front()), pending, {}};
   started_here().add(std::move(pending));
 }
 
 c10::intrusive_ptr<c10d::Work> follow(std::string_view op, const Group& group, at::Tensor tensor,
                                       c10::intrusive_ptr<c10d::Work> work, Finish finish,
-                                      int64_t source) {
+                                      int64_t source, bool timed) {
   return c10::make_intrusive<PendingWork>(op, group, std::vector<at::Tensor>{std::move(tensor)},
-                                          std::move(work), std::move(finish), source);
+                                          std::move(work), std::move(finish), source, timed);
+}
+
+void note_over(const at::Tensor& output, const Facts& facts) {
+  last_here() = {storage_of(output), {}, facts};
 }
 
 void wait(const at::Tensor& t) {
@@ -608,6 +676,24 @@ c10::intrusive_ptr<c10d::Work> work_of(const at::Tensor& t) {
     return {};
   }
   return works.back();
+}
+
+c10::intrusive_ptr<c10d::Work> started_work_of(const at::Tensor& t) {
+  if (auto work = work_of(t)) {
+    return work;
+  }
+  const auto& last = last_here();
+  if (last.storage == nullptr || last.storage != storage_of(t)) {
+    return {};
+  }
+  return last.work ? last.work : c10::make_intrusive<PendingWork>(last.facts, t);
+}
+
+void bind_works(pybind11::module_& m) {
+  namespace py = pybind11;
+  py::class_<PendingWork, c10::intrusive_ptr<PendingWork>, c10d::Work>(m, "Work").def(
+      "_get_sequence_number", &PendingWork::getSequencenumber,
+      "The number of the collective, or of the message, among those of its group.");
 }
 
 size_t pending_count() {

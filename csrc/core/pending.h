@@ -1,12 +1,14 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <pybind11/pybind11.h>
 
 #include <exception>
 #include <functional>
 #include <string>
 #include <vector>
 
+#include "core/facts.h"
 #include "core/group.h"
 
 namespace c10d {
@@ -41,11 +43,12 @@ void attach(std::string_view op, const Group& group, at::TensorList outputs,
             const c10::intrusive_ptr<c10d::Work>& work, Finish finish, Subscribe subscribe);
 
 // A started message as a work of its own, which whoever started it keeps: it is attached to no
-// storage. `source`: the rank that sends it, -1 where the backend will know. The caller's work is
-// dropped: the message still arrives, but `finish` may not run.
+// storage. `source`: the rank that sends it, -1 where the backend will know; `timed`: the backend's
+// work knows its duration. The caller's work is dropped: the message still arrives, but `finish`
+// may not run.
 c10::intrusive_ptr<c10d::Work> follow(std::string_view op, const Group& group, at::Tensor tensor,
                                       c10::intrusive_ptr<c10d::Work> work, Finish finish,
-                                      int64_t source);
+                                      int64_t source, bool timed);
 
 // Waits for every collective that writes `t`'s storage. Blocks on CPU, orders streams on CUDA.
 void wait(const at::Tensor& t);
@@ -59,6 +62,17 @@ bool is_pending(const at::Tensor& t);
 
 // The newest work that writes `t`'s storage, or null.
 c10::intrusive_ptr<c10d::Work> work_of(const at::Tensor& t);
+
+// Of a collective on `output` that was complete when its start returned: remembered until this
+// thread starts the next one.
+void note_over(const at::Tensor& output, const Facts& facts);
+
+// The newest work that writes `t`'s storage; where it was over at once, one that tells of it; null
+// where nothing was started.
+c10::intrusive_ptr<c10d::Work> started_work_of(const at::Tensor& t);
+
+// The class of these works in Python.
+void bind_works(pybind11::module_& m);
 
 // Works attached, and messages, neither completed nor waited for.
 size_t pending_count();

@@ -106,7 +106,7 @@ class SpreadingWork(dist.Work):
 
     def __init__(self, started: list[Tensor], targets: Sequence[Targets]) -> None:
         super().__init__()
-        self._works = [work for t in started if (work := _C.work_of(t))]
+        self._works = [work for t in started if (work := _C.started_work_of(t))]
         self._started = started
         self._targets = targets
         self._future: torch.futures.Future[list[Tensor]] | None = None
@@ -147,6 +147,20 @@ class SpreadingWork(dist.Work):
 
     def result(self) -> list[Tensor]:
         return [t for targets in self._targets for t in targets]
+
+    def _first(self, asked: str) -> Any:
+        if not self._works:
+            raise RuntimeError(f"{asked}: a backend must have done the call, got one for one rank")
+        return self._works[0]
+
+    def _get_duration(self) -> float:
+        return self._first("_get_duration")._get_duration()
+
+    def _get_op_type(self) -> Any:
+        return self._first("_get_op_type")._get_op_type()
+
+    def _get_sequence_number(self) -> int:
+        return self._first("_get_sequence_number")._get_sequence_number()
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         if self._future is None:
