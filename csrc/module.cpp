@@ -102,6 +102,9 @@ void translate(std::exception_ptr thrown) {
     const auto type = pybind11::module_::import("torch_c10d_ext.errors").attr(class_of(e.kind()));
     const auto error = type(e.what_without_backtrace(), e.ranks(), e.op(), e.seq(), e.group());
     PyErr_SetObject(type.ptr(), error.ptr());
+  } catch (const InvalidArgument& e) {
+    const auto type = pybind11::module_::import("torch_c10d_ext.errors").attr("InvalidArgument");
+    PyErr_SetString(type.ptr(), e.what_without_backtrace());
   }
 }
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from torch_c10d_ext._groups import where
+from torch_c10d_ext.errors import InvalidArgument
 
 
 def check_dim(op: str, argument: str, dim: int, input: Tensor, name: str) -> int:
     """``dim`` counted from the front, or a ValueError where ``input`` has no such dimension."""
     ndim = max(input.dim(), 1)
     if not -ndim <= dim < ndim:
-        raise ValueError(
+        raise InvalidArgument(
             f"{op}: {argument} must be a dimension of the input, {-ndim} to {ndim - 1}, got {dim} "
             f"{where(name)}"
         )
@@ -21,7 +22,7 @@ def check_dim(op: str, argument: str, dim: int, input: Tensor, name: str) -> int
 def check_list(op: str, inputs: list[Tensor], name: str) -> None:
     """A ValueError for an empty list, which the dispatcher could send to no kernel."""
     if len(inputs) == 0:
-        raise ValueError(
+        raise InvalidArgument(
             f"{op}: inputs must hold at least one tensor, got an empty list {where(name)}"
         )
 

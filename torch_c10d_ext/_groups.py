@@ -12,6 +12,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_c10d_ext import _C
+from torch_c10d_ext.errors import InvalidArgument
 
 # A group as users name it: its ranks (one list, or one list per group of a mesh), a ProcessGroup, a
 # 1-D DeviceMesh, a dimension of a mesh, a registered name, or None for the default group.
@@ -43,7 +44,7 @@ def group_name(group: Group, tag: str = "") -> str:
     if group is None:
         default = dist.group.WORLD
         if default is None:
-            raise ValueError(
+            raise InvalidArgument(
                 "group: the default process group must be initialized, got None before "
                 "torch.distributed.init_process_group"
             )
@@ -52,7 +53,7 @@ def group_name(group: Group, tag: str = "") -> str:
         return group.group_name
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            raise ValueError(
+            raise InvalidArgument(
                 f"group: a DeviceMesh must have one dimension, got {group.ndim}; "
                 "pass (mesh, dim) to choose one"
             )
@@ -65,13 +66,13 @@ def group_name(group: Group, tag: str = "") -> str:
             and -group[0].ndim <= group[1] < group[0].ndim
         ):
             return _mesh_group_name(group[0], group[1])
-        raise ValueError(
+        raise InvalidArgument(
             f"group: a tuple must be (DeviceMesh, dim) with a dimension of that mesh, got {group}"
         )
     if isinstance(group, list):
         return _name_by_ranks(group, tag)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("group: this rank must be in the group, got a group of other ranks")
+        raise InvalidArgument("group: this rank must be in the group, got a group of other ranks")
     raise TypeError(
         "group: must be a list of ranks, ProcessGroup, DeviceMesh, (DeviceMesh, dim), name or "
         f"None, got {type(group).__name__}"
@@ -102,7 +103,7 @@ def group_rank(name: str) -> int:
 def root_of(op: str, role: str, name: str, rank: int | None, rank_in_group: int | None) -> int:
     """The rank in a group that is given by its rank in the world or in the group."""
     if (rank is None) == (rank_in_group is None):
-        raise ValueError(
+        raise InvalidArgument(
             f"{op}: one of {role} and group_{role} must be given, got {rank} and {rank_in_group} "
             f"{where(name)}"
         )
@@ -110,7 +111,7 @@ def root_of(op: str, role: str, name: str, rank: int | None, rank_in_group: int 
         return rank_in_group
     members = world_ranks(name)
     if rank not in members:
-        raise ValueError(
+        raise InvalidArgument(
             f"{op}: {role} must be a rank of the group, {members}, got {rank} {where(name)}"
         )
     return members.index(rank)
@@ -247,10 +248,10 @@ def _name_by_ranks(ranks: list[int] | list[list[int]], tag: str) -> str:
     if ranks and isinstance(ranks[0], list):
         rows: list[list[int]] = ranks  # type: ignore[assignment]
         if len({len(row) for row in rows}) != 1:
-            raise ValueError(f"group: the lists of ranks must have one size, got {rows}")
+            raise InvalidArgument(f"group: the lists of ranks must have one size, got {rows}")
         here = [row for row in rows if dist.get_rank() in row]
         if len(here) != 1:
-            raise ValueError(
+            raise InvalidArgument(
                 f"group: rank {dist.get_rank()} must be in exactly one of the lists, got {rows}"
             )
         members = here[0]
@@ -258,11 +259,11 @@ def _name_by_ranks(ranks: list[int] | list[list[int]], tag: str) -> str:
         members = ranks  # type: ignore[assignment]
     world = range(dist.get_world_size())
     if not members or len(set(members)) != len(members) or not set(members) <= set(world):
-        raise ValueError(
+        raise InvalidArgument(
             f"group: must list different ranks of the world, 0 to {world[-1]}, got {members}"
         )
     if dist.get_rank() not in members:
-        raise ValueError(
+        raise InvalidArgument(
             f"group: this rank must be in the group, got ranks {members} on rank {dist.get_rank()}"
         )
     if c10d._find_pg_by_ranks_and_tag(tag, members) is None:

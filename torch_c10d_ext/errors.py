@@ -1,7 +1,8 @@
-"""What a collective raises when it fails after it was started.
+"""What a collective raises.
 
-Wrong arguments raise ``ValueError`` or ``TypeError`` before anything is sent; these tell of the
-others. They are ``torch.distributed.DistBackendError``, so code that catches that keeps working.
+Wrong arguments raise :class:`InvalidArgument` or ``TypeError`` before anything is sent. What fails
+after it was started raises one of the others; they are ``torch.distributed.DistBackendError``, so
+code that catches that keeps working.
 """
 
 from __future__ import annotations
@@ -15,8 +16,17 @@ __all__ = [
     "CollectiveMismatch",
     "CollectiveTimeout",
     "GroupClosed",
+    "InvalidArgument",
     "RankLost",
 ]
+
+
+class InvalidArgument(ValueError, RuntimeError):
+    """Arguments that do not fit; nothing was sent, and the group stays usable.
+
+    Both, because ``torch.distributed`` raises the one for what it checks itself and the other for
+    what a backend finds.
+    """
 
 
 class CollectiveError(DistBackendError):

@@ -9,6 +9,14 @@
 
 namespace c10d_ext {
 
+// Arguments that do not fit, found before anything was started: in Python the class of this name of
+// torch_c10d_ext.errors.
+class InvalidArgument : public c10::ValueError {
+ public:
+  explicit InvalidArgument(std::string text)
+      : c10::ValueError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, std::move(text)) {}
+};
+
 // A collective that failed after it was started. Python sees the class of torch_c10d_ext.errors
 // that `kind` names, with these fields as attributes.
 class CollectiveError : public c10::DistBackendError {

@@ -47,9 +47,9 @@ Group resolve_group(std::string_view op, std::string_view name) {
   try {
     pg = c10d::resolve_process_group(key);
   } catch (const c10::Error&) {
-    C10_THROW_ERROR(ValueError,
-                    c10::str(op, ": group_name must name a process group of this process (known: ",
-                             known_names(), "), got '", key, "'"));
+    throw InvalidArgument(c10::str(
+        op, ": group_name must name a process group of this process (known: ", known_names(),
+        "), got '", key, "'"));
   }
   const int64_t rank = pg->getRank();
   const int64_t size = pg->getSize();

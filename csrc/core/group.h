@@ -8,6 +8,8 @@
 #include <string>
 #include <string_view>
 
+#include "core/failure.h"
+
 namespace c10d_ext {
 
 // A process group of torch.distributed as the ops see it. The c10d types stay out of this header: a
@@ -58,7 +60,7 @@ std::string where(int64_t rank, int64_t size, std::string_view name);
 
 template <class... Args>
 [[noreturn]] void value_error(std::string_view op, const Group& group, const Args&... message) {
-  C10_THROW_ERROR(ValueError, c10::str(op, ": ", message..., " ", where(group)));
+  throw InvalidArgument(c10::str(op, ": ", message..., " ", where(group)));
 }
 
 template <class... Args>

@@ -124,12 +124,12 @@ Arrival take_message(std::string_view op, const at::Tensor& tensor) {
     arrives = std::move(ticket->arrives);
   }
   if (!work) {
-    C10_THROW_ERROR(ValueError, c10::str(op,
-                                         ": ticket must be that of a message which nobody has "
-                                         "waited for, as batch_isend_irecv returns it, got ",
-                                         held != nullptr && held->get_deleter() == &drop_ticket
-                                             ? "one for the second time"
-                                             : "another tensor"));
+    throw InvalidArgument(c10::str(op,
+                                   ": ticket must be that of a message which nobody has "
+                                   "waited for, as batch_isend_irecv returns it, got ",
+                                   held != nullptr && held->get_deleter() == &drop_ticket
+                                       ? "one for the second time"
+                                       : "another tensor"));
   }
   work->wait(kNoTimeout);
   return {std::move(arrives), work->sourceRank()};

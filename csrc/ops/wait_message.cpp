@@ -24,9 +24,9 @@ Tensors wait_message(const at::Tensor& ticket, c10::SymIntArrayRef sizes, c10::S
   }
   const at::Tensor& values = arrival.values;
   if (values.scalar_type() != dtype || !same_sizes(values.sym_sizes(), sizes)) {
-    C10_THROW_ERROR(ValueError,
-                    c10::str(op, ": sizes and dtype must be those of the message, ", values.sizes(),
-                             " and ", values.scalar_type(), ", got ", sizes, " and ", dtype));
+    throw InvalidArgument(c10::str(op, ": sizes and dtype must be those of the message, ",
+                                   values.sizes(), " and ", values.scalar_type(), ", got ", sizes,
+                                   " and ", dtype));
   }
   return {values, source};
 }

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch_c10d_ext import _C
 from torch_c10d_ext._groups import Group, group_name, group_size
 from torch_c10d_ext.distributed import _delivery
+from torch_c10d_ext.errors import InvalidArgument
 
 _ops = torch.ops.c10d_ext
 
@@ -124,7 +125,7 @@ class CoalescingManager:
 
     def __enter__(self) -> CoalescingManager:  # noqa: PYI034
         if self._name in _open:
-            raise ValueError(
+            raise InvalidArgument(
                 "coalescing_manager: the group must have no open block, got one inside another "
                 f"for group '{self._name}'"
             )

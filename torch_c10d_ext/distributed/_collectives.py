@@ -30,6 +30,7 @@ from torch_c10d_ext._groups import (
     where,
 )
 from torch_c10d_ext.distributed import _coalescing, _delivery
+from torch_c10d_ext.errors import InvalidArgument
 
 _ops = torch.ops.c10d_ext
 _SUM = dist.ReduceOp.SUM
@@ -54,18 +55,20 @@ def _check_tensors(op: str, name: str, values: Any, group: str, like: Tensor | N
             f"{op}: {name} must be a list of Tensors, got {type(values).__name__} {where(group)}"
         )
     if not values:
-        raise ValueError(f"{op}: {name} must hold at least one tensor, got none {where(group)}")
+        raise InvalidArgument(
+            f"{op}: {name} must hold at least one tensor, got none {where(group)}"
+        )
     wanted = (values[0] if like is None else like).dtype
     for value in values:
         if value.dtype != wanted:
-            raise ValueError(
+            raise InvalidArgument(
                 f"{op}: {name} must have one dtype, {wanted}, got {value.dtype} {where(group)}"
             )
 
 
 def _check_one_per_rank(op: str, name: str, values: Sequence[Tensor], group: str) -> None:
     if len(values) != group_size(group):
-        raise ValueError(
+        raise InvalidArgument(
             f"{op}: {name} must hold one tensor per rank, {group_size(group)}, got "
             f"{len(values)} {where(group)}"
         )
@@ -73,7 +76,7 @@ def _check_one_per_rank(op: str, name: str, values: Sequence[Tensor], group: str
 
 def _check_same_dtype(op: str, output: Tensor, input: Tensor, group: str) -> None:
     if output.dtype != input.dtype:
-        raise ValueError(
+        raise InvalidArgument(
             f"{op}: the output must have the input's dtype, {input.dtype}, got {output.dtype} "
             f"{where(group)}"
         )
@@ -81,7 +84,7 @@ def _check_same_dtype(op: str, output: Tensor, input: Tensor, group: str) -> Non
 
 def _check_numel(op: str, output: Tensor, numel: int, of: str, group: str) -> None:
     if output.numel() != numel:
-        raise ValueError(
+        raise InvalidArgument(
             f"{op}: the output must have {of}, {numel}, got {output.numel()} {where(group)}"
         )
 
@@ -345,7 +348,7 @@ def all_gather_coalesced(
     for outs in output_tensor_lists:
         _check_tensors(verb, "output_tensor_lists", outs, name, like=input_tensor_list[0])
         if [o.numel() for o in outs] != [x.numel() for x in input_tensor_list]:
-            raise ValueError(
+            raise InvalidArgument(
                 f"{verb}: output_tensor_lists must hold the inputs' sizes for every rank, "
                 f"{[x.numel() for x in input_tensor_list]}, got {[o.numel() for o in outs]} "
                 f"{where(name)}"
@@ -484,7 +487,7 @@ def reduce_scatter_tensor(
     _check_same_dtype(verb, output, input, name)
     ranks = group_size(name)
     if output.numel() * ranks != input.numel():
-        raise ValueError(
+        raise InvalidArgument(
             f"{verb}: the input must have N times the output's elements, "
             f"{output.numel() * ranks}, got {input.numel()} {where(name)}"
         )
@@ -546,7 +549,7 @@ def gather(
     targets: list[Tensor] = []
     if group_rank(name) == root:
         if not gather_list:
-            raise ValueError(
+            raise InvalidArgument(
                 f"gather: gather_list must be given on the destination, got {gather_list} "
                 f"{where(name)}"
             )
@@ -556,7 +559,7 @@ def gather(
             _check_numel("gather", target, tensor.numel(), "the input's size", name)
         targets = gather_list
     elif gather_list:
-        raise ValueError(
+        raise InvalidArgument(
             "gather: gather_list must be given on the destination alone, got a list of "
             f"{len(gather_list)} {where(name)}"
         )
@@ -608,7 +611,7 @@ def scatter(
     root = root_of("scatter", "src", name, src, group_src)
     if group_rank(name) == root:
         if not scatter_list:
-            raise ValueError(
+            raise InvalidArgument(
                 f"scatter: scatter_list must be given on the source, got {scatter_list} "
                 f"{where(name)}"
             )
@@ -618,7 +621,7 @@ def scatter(
             _check_numel("scatter", part, tensor.numel(), "the output's size", name)
         whole = _flat(scatter_list)
     elif scatter_list:
-        raise ValueError(
+        raise InvalidArgument(
             "scatter: scatter_list must be given on the source alone, got a list of "
             f"{len(scatter_list)} {where(name)}"
         )
@@ -809,7 +812,7 @@ def _splits(verb: str, side: str, tensor: Tensor, sizes: list[int] | None, group
         return list(sizes)
     ranks = group_size(group)
     if tensor.dim() == 0 or tensor.shape[0] % ranks != 0:
-        raise ValueError(
+        raise InvalidArgument(
             f"{verb}: {side}'s dimension 0 must be a multiple of the group's size, {ranks}, where "
             f"no split sizes are given, got shape {tuple(tensor.shape)} {where(group)}"
         )

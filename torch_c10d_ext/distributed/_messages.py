@@ -27,6 +27,7 @@ from torch_c10d_ext._groups import (
 )
 from torch_c10d_ext.distributed import _coalescing, _delivery
 from torch_c10d_ext.distributed._collectives import _check_tensor
+from torch_c10d_ext.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -42,7 +43,7 @@ def _peer_of(op: str, role: str, name: str, rank: Any, rank_in_group: Any) -> in
             f"{op}: group_{role} must be an int, got {type(peer).__name__} {where(name)}"
         )
     if not 0 <= peer < group_size(name):
-        raise ValueError(
+        raise InvalidArgument(
             f"{op}: group_{role} must be a rank of the group, 0 to {group_size(name) - 1}, got "
             f"{peer} {where(name)}"
         )
@@ -58,9 +59,9 @@ def _check(op: str, name: str, tensor: Any, peer: int, tag: Any) -> None:
     if not isinstance(tag, int):
         raise TypeError(f"{op}: tag must be an int, got {type(tag).__name__} {where(name)}")
     if not 0 <= tag < 2**31:
-        raise ValueError(f"{op}: tag must be between 0 and 2**31 - 1, got {tag} {where(name)}")
+        raise InvalidArgument(f"{op}: tag must be between 0 and 2**31 - 1, got {tag} {where(name)}")
     if peer == group_rank(name) and (tensor.device.type == "cpu" or op in ("send", "recv")):
-        raise ValueError(
+        raise InvalidArgument(
             f"{op}: the other end of a message must be another rank, got {peer} {where(name)}"
         )
 
@@ -319,7 +320,7 @@ def _sends(op: Any, name: str) -> bool:
         return True
     if op is dist.irecv:
         return False
-    raise ValueError(f"P2POp: op must be isend or irecv, got {op} {where(name)}")
+    raise InvalidArgument(f"P2POp: op must be isend or irecv, got {op} {where(name)}")
 
 
 @torch.no_grad()
@@ -350,20 +351,20 @@ def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[Any]:
     """
     verb = "batch_isend_irecv"
     if not isinstance(p2p_op_list, list) or not all(isinstance(p, dist.P2POp) for p in p2p_op_list):
-        raise ValueError(f"{verb}: p2p_op_list must be a list of P2POp, got {p2p_op_list}")
+        raise InvalidArgument(f"{verb}: p2p_op_list must be a list of P2POp, got {p2p_op_list}")
     if not p2p_op_list:
         raise IndexError(f"{verb}: p2p_op_list must hold at least one P2POp, got none")
     name = group_name(p2p_op_list[0].group)
     messages = []
     for p2p in p2p_op_list:
         if group_name(p2p.group) != name:
-            raise ValueError(
+            raise InvalidArgument(
                 f"{verb}: all messages must be of one group, got one of group "
                 f"'{group_name(p2p.group)}' {where(name)}"
             )
         _check(verb, name, p2p.tensor, p2p.group_peer, p2p.tag)
         if p2p.tensor.device != p2p_op_list[0].tensor.device:
-            raise ValueError(
+            raise InvalidArgument(
                 f"{verb}: all tensors must be on one device, {p2p_op_list[0].tensor.device}, got "
                 f"{p2p.tensor.device} {where(name)}"
             )

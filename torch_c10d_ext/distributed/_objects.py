@@ -29,6 +29,7 @@ from torch_c10d_ext._groups import (
     where,
 )
 from torch_c10d_ext.distributed import _collectives
+from torch_c10d_ext.errors import InvalidArgument
 
 
 def all_gather_object(
@@ -116,7 +117,7 @@ def gather_object(
     if here:
         _check_slots(verb, "object_gather_list", object_gather_list, name)
     elif object_gather_list:
-        raise ValueError(
+        raise InvalidArgument(
             f"{verb}: object_gather_list must be given on the destination alone, got a list of "
             f"{len(object_gather_list)} {where(name)}"
         )
@@ -351,7 +352,7 @@ def recv_object_list(
 
 def _check_list(verb: str, what: str, values: Any, group: str) -> None:
     if not isinstance(values, list) or not values:
-        raise ValueError(
+        raise InvalidArgument(
             f"{verb}: {what} must be a list of at least one object, got {values!r} {where(group)}"
         )
 
@@ -359,7 +360,7 @@ def _check_list(verb: str, what: str, values: Any, group: str) -> None:
 def _check_slots(verb: str, what: str, values: Any, group: str) -> None:
     if not isinstance(values, list) or len(values) != group_size(group):
         got = len(values) if isinstance(values, list) else values
-        raise ValueError(
+        raise InvalidArgument(
             f"{verb}: {what} must hold one object per rank, {group_size(group)}, got {got} "
             f"{where(group)}"
         )

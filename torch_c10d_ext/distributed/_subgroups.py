@@ -19,6 +19,7 @@ from torch_c10d_ext._groups import (
     split_off,
     where,
 )
+from torch_c10d_ext.errors import InvalidArgument
 
 
 def split_group(
@@ -61,14 +62,14 @@ def split_group(
         more = {} if backend is None else {"backend": backend}
         return dist.split_group(parent, split_ranks, timeout, pg_options, group_desc, **more)
     if not split_ranks:
-        raise ValueError(
+        raise InvalidArgument(
             f"split_group: split_ranks must hold at least one list of ranks, got {split_ranks} "
             f"{where(name)}"
         )
     every = [rank for ranks in split_ranks for rank in ranks]
     inside = all(isinstance(rank, int) and 0 <= rank < parent.size() for rank in every)
     if not all(split_ranks) or len(set(every)) != len(every) or not inside:
-        raise ValueError(
+        raise InvalidArgument(
             f"split_group: split_ranks must be lists of different ranks of the group, 0 to "
             f"{parent.size() - 1}, none empty, got {split_ranks} {where(name)}"
         )
@@ -77,7 +78,7 @@ def split_group(
     if backend is not None:
         wanted = [part.split(":") for part in str(backend).split(",")]
         if any(len(pair) != 2 or have.get(pair[0]) != pair[1] for pair in wanted):
-            raise ValueError(
+            raise InvalidArgument(
                 f"split_group: backend must be some of the group's own, '{config}', got "
                 f"'{backend}' {where(name)}"
             )

@@ -11,6 +11,7 @@ from torch_c10d_ext import _inductor, _vmap
 from torch_c10d_ext._async import starter, writer, writes_directly
 from torch_c10d_ext._dims import check_dim, check_list, rows_to_dim
 from torch_c10d_ext._groups import Group, group_name, group_size
+from torch_c10d_ext.errors import InvalidArgument
 
 _op = torch.ops.c10d_ext.all_gather_into_tensor.default
 _coalesced = torch.ops.c10d_ext.all_gather_into_tensor_coalesced.default
@@ -128,7 +129,7 @@ def all_gather_tensor_inplace(
         ValueError: ``async_op`` is set; or as :func:`all_gather_single`.
     """
     if async_op:
-        raise ValueError(
+        raise InvalidArgument(
             "all_gather_tensor_inplace: async_op must be False, got True; use all_gather_single"
         )
     name = group if type(group) is str else group_name(group, tag)
@@ -156,13 +157,13 @@ def all_gather_inplace(
         rank.
     """
     if async_op:
-        raise ValueError(
+        raise InvalidArgument(
             "all_gather_inplace: async_op must be False, got True; use all_gather_single"
         )
     name = group_name(group, tag)
     shapes = [tuple(t.shape) for t in tensor_list]
     if shapes != [tuple(tensor.shape)] * group_size(name):
-        raise ValueError(
+        raise InvalidArgument(
             f"all_gather_inplace: tensor_list must hold {group_size(name)} tensors of shape "
             f"{tuple(tensor.shape)}, got {shapes}; use all_gather for uneven sizes"
         )

@@ -11,6 +11,7 @@ from torch_c10d_ext import _inductor, _vmap
 from torch_c10d_ext._async import starter, writer, writes_directly
 from torch_c10d_ext._dims import check_list
 from torch_c10d_ext._groups import Group, group_name
+from torch_c10d_ext.errors import InvalidArgument
 
 _op = torch.ops.c10d_ext.all_reduce.default
 _op_ = torch.ops.c10d_ext.all_reduce_.default
@@ -129,7 +130,9 @@ def all_reduce_inplace(
     Source: csrc/ops/all_reduce.cpp
     """
     if async_op:
-        raise ValueError("all_reduce_inplace: async_op must be False, got True; use all_reduce")
+        raise InvalidArgument(
+            "all_reduce_inplace: async_op must be False, got True; use all_reduce"
+        )
     name = group if type(group) is str else group_name(group, tag)
     if writes_directly(tensor, tensor):
         return _write(tensor, op, name)

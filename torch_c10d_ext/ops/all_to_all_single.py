@@ -11,6 +11,7 @@ from torch import Tensor
 from torch_c10d_ext import _inductor, _vmap
 from torch_c10d_ext._async import starter, writer, writes_directly
 from torch_c10d_ext._groups import Group, group_name, group_size, where
+from torch_c10d_ext.errors import InvalidArgument
 
 _op = torch.ops.c10d_ext.all_to_all_single.default
 _start = starter(_op)
@@ -85,7 +86,7 @@ def all_to_all_inplace(
         ValueError: ``async_op`` is set; or as :func:`all_to_all_single`.
     """
     if async_op:
-        raise ValueError(
+        raise InvalidArgument(
             "all_to_all_inplace: async_op must be False, got True; use all_to_all_single"
         )
     name = group if type(group) is str else group_name(group, tag)
@@ -106,13 +107,13 @@ def _splits(
         return output_split_sizes, input_split_sizes
     size = group_size(name)
     if output_split_sizes is not None or input_split_sizes is not None:
-        raise ValueError(
+        raise InvalidArgument(
             "all_to_all_single: output_split_sizes and input_split_sizes must be given "
             "together or not at all, "
             f"got {output_split_sizes} and {input_split_sizes} {where(name)}"
         )
     if input.dim() == 0 or input.size(0) % size != 0:
-        raise ValueError(
+        raise InvalidArgument(
             "all_to_all_single: input's dim 0 must be a multiple of the group's size "
             f"{size} where no split sizes are given, got shape {tuple(input.shape)} "
             f"{where(name)}"

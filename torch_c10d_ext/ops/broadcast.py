@@ -11,6 +11,7 @@ from torch_c10d_ext import _inductor, _vmap
 from torch_c10d_ext._async import starter, writer, writes_directly
 from torch_c10d_ext._dims import check_list
 from torch_c10d_ext._groups import Group, group_name
+from torch_c10d_ext.errors import InvalidArgument
 
 _op = torch.ops.c10d_ext.broadcast.default
 _op_ = torch.ops.c10d_ext.broadcast_.default
@@ -106,7 +107,7 @@ def broadcast_inplace(
     Source: csrc/ops/broadcast.cpp
     """
     if async_op:
-        raise ValueError("broadcast_inplace: async_op must be False, got True; use broadcast")
+        raise InvalidArgument("broadcast_inplace: async_op must be False, got True; use broadcast")
     name = group if type(group) is str else group_name(group, tag)
     if writes_directly(tensor, tensor):
         return _write(tensor, src, name)

@@ -11,6 +11,7 @@ from torch_c10d_ext import _inductor, _vmap
 from torch_c10d_ext._async import starter, writer, writes_directly
 from torch_c10d_ext._dims import check_dim, check_list, dim_to_rows
 from torch_c10d_ext._groups import Group, group_name, group_size, where
+from torch_c10d_ext.errors import InvalidArgument
 
 _op = torch.ops.c10d_ext.reduce_scatter_tensor.default
 _coalesced = torch.ops.c10d_ext.reduce_scatter_tensor_coalesced.default
@@ -127,7 +128,7 @@ def reduce_scatter_single_coalesced(
     check_list("reduce_scatter_single_coalesced", inputs, name)
     size = group_size(name)
     if len(scatter_dim) != len(inputs):
-        raise ValueError(
+        raise InvalidArgument(
             "reduce_scatter_single_coalesced: scatter_dim must hold one dimension per input, "
             f"{len(inputs)}, got {scatter_dim} {where(name)}"
         )
@@ -164,7 +165,7 @@ def reduce_scatter_tensor_inplace(
         ValueError: ``async_op`` is set; or as :func:`reduce_scatter_single`.
     """
     if async_op:
-        raise ValueError(
+        raise InvalidArgument(
             "reduce_scatter_tensor_inplace: async_op must be False, got True; use "
             "reduce_scatter_single"
         )
@@ -177,7 +178,7 @@ def reduce_scatter_tensor_inplace(
 def _to_rows(op: str, input: Tensor, scatter_dim: int, size: int, name: str) -> Tensor:
     dim = check_dim(op, "scatter_dim", scatter_dim, input, name)
     if input.dim() > 0 and input.size(dim) % size != 0:
-        raise ValueError(
+        raise InvalidArgument(
             f"{op}: input's dim {dim} must be a multiple of the group's size {size}, got "
             f"{input.size(dim)} {where(name)}"
         )
