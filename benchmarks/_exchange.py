@@ -251,3 +251,24 @@ def shared_memory() -> int:
                 start, end, inode = found.groups()
                 sizes[inode] = sizes.get(inode, 0) + int(end, 16) - int(start, 16)
     return sum(sizes.values())
+
+
+_pairs: dict[int, Any] = {}
+
+
+def pair_up() -> None:
+    """Makes a group of rank 0 with every other rank."""
+    for peer in range(1, dist.get_world_size()):
+        group = dist.new_group([0, peer])
+        if dist.get_rank() in (0, peer):
+            dist.all_reduce(torch.ones(1), group=group)
+            _pairs[peer] = group
+
+
+def meet(peer: int) -> float:
+    """When, by the machine's monotonic clock, rank 0 was told that ``peer`` is lost."""
+    try:
+        dist.all_reduce(torch.ones(1), group=_pairs[peer])
+    except dist.DistBackendError:
+        return time.monotonic()
+    raise AssertionError(f"rank {peer} took part")

@@ -94,6 +94,22 @@ class Ranks:
                 raise RanksFailed(f"{what}: rank {rank}: the process died") from error
         return self._collect(what, deadline)
 
+    def kill_during(
+        self, rank: int, fn: Callable[..., float], *args: Any, deadline: float
+    ) -> float:
+        """Seconds from the end of ``rank``, with rank 0 in ``fn(*args)``, to what that returns."""
+        self._connections[0].send((fn, args))
+        time.sleep(0.1)  # until it is in there
+        killed = time.monotonic()
+        self._processes[rank].kill()
+        what = f"{fn.__module__}.{fn.__qualname__}"
+        if not self._connections[0].poll(deadline):
+            raise RanksFailed(f"{what}: no answer from rank 0 within {deadline:.0f} s")
+        ok, told = self._connections[0].recv()
+        if not ok:
+            raise RanksFailed(f"{what}: rank 0: {told}")
+        return told - killed
+
     def _collect(self, what: str, deadline: float) -> list[Any]:
         ends = time.monotonic() + deadline
         results: dict[int, Any] = {}

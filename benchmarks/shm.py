@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -389,6 +390,29 @@ def footprint(places: dict[str, Ranks], quick: bool, targets: Targets) -> Table:
     return table
 
 
+def lost(targets: Targets) -> Table:
+    """How soon a rank that waits for another one hears of its end."""
+    size = 8
+    table = Table(
+        "A rank is killed, shm",
+        "From kill() to RankLost in a rank that waits for it in an all_reduce; the others wait for "
+        "nothing. Milliseconds.",
+        ["killed", "median", "worst"],
+        left=1,
+    )
+    with Ranks("shm", size) as ranks:
+        ranks.run(_exchange.pair_up, deadline=DEADLINE)
+        times = [
+            1e3 * ranks.kill_during(peer, _exchange.meet, peer, deadline=DEADLINE)
+            for peer in range(1, size)
+        ]
+    table.rows.append(
+        [f"{len(times)} ranks, one by one", f"{median(times):.2f}", f"{max(times):.2f}"]
+    )
+    targets.at_most("a rank is killed: until a survivor is told", median(times), 10, " ms")
+    return table
+
+
 def progress(began: float, text: str) -> None:
     """One line on stderr, so that the tables can be redirected alone."""
     print(f"[{time.monotonic() - began:3.0f} s] {text}", file=sys.stderr, flush=True)
@@ -431,6 +455,7 @@ def run(options: argparse.Namespace, began: float) -> tuple[list[Table], list[Re
                 show(overlapping(places, options.quick, targets))
                 show(coalesced(places, 10 * share, targets))
                 show(footprint(places, options.quick, targets))
+                show(lost(targets))
     judge(cases, targets)
     if targets.table.rows:
         show(targets.table)

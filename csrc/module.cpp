@@ -9,6 +9,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "backends/shm.h"
+#include "core/blocks.h"
 #include "core/entry.h"
 #include "core/failure.h"
 #include "core/group.h"
@@ -137,6 +138,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("work_of", &work_of);
   m.def("started_work_of", &started_work_of);
   m.def("start_messages", &start_messages_of, pybind11::call_guard<pybind11::gil_scoped_release>());
+  m.def("start_all_gather_block", &start_all_gather_block,
+        pybind11::call_guard<pybind11::gil_scoped_release>());
+  m.def("start_reduce_scatter_block", &start_reduce_scatter_block,
+        pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("sweep", &sweep, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("pending_count", &pending_count);
   m.def("group_size",

@@ -332,6 +332,56 @@ def _blocks() -> None:
     assert torch.equal(xs[0], torch.full((1,), float(n**3)))
 
 
+def _blocks_into_any_tensor() -> None:
+    """Columns, parts of the output, several shapes and no elements, in one message."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+
+    def values_of(r: int, rows: int) -> Tensor:
+        return torch.arange(3.0 * rows).reshape(rows, 3) + 100 * r
+
+    for wait_later in (False, True):
+        wide = torch.full((2 * n, 6), -1.0)
+        whole = torch.full((n, 1, 3), -1.0)
+        whole[rank] = values_of(rank, 1)
+        none = torch.empty(0, 3)
+        mine = values_of(rank, 2)
+        versions = wide._version, mine._version
+        with ours.coalescing_manager(async_ops=wait_later) as block:
+            ours.all_gather_single(wide[:, ::2], mine)
+            ours.all_gather_single(whole, whole[rank])
+            ours.all_gather_single(none, none)
+        block.wait()
+        assert torch.equal(wide[:, ::2], torch.cat([values_of(r, 2) for r in range(n)]))
+        assert torch.equal(wide[:, 1::2], torch.full((2 * n, 3), -1.0))
+        assert torch.equal(whole, torch.stack([values_of(r, 1) for r in range(n)]))
+        assert torch.equal(mine, values_of(rank, 2))
+        assert (wide._version > versions[0], mine._version) == (True, versions[1])
+
+        wide = torch.full((2, 6), -1.0)
+        whole = values_of(rank, n)
+        mine = values_of(rank, 2 * n)
+        with ours.coalescing_manager(async_ops=wait_later) as block:
+            ours.reduce_scatter_single(wide[:, ::2], mine, dist.ReduceOp.MAX)
+            ours.reduce_scatter_single(whole[rank], whole, dist.ReduceOp.MAX)
+            ours.reduce_scatter_single(none, none, dist.ReduceOp.MAX)
+        block.wait()
+        assert torch.equal(wide[:, ::2], values_of(n - 1, 2 * n).chunk(n)[rank])
+        assert torch.equal(wide[:, 1::2], torch.full((2, 3), -1.0))
+        assert torch.equal(whole[rank], values_of(n - 1, n)[rank])
+        assert torch.equal(mine, values_of(rank, 2 * n))
+    one = "element at a place of its own"
+    with pytest.raises(ValueError, match=one), ours.coalescing_manager():
+        ours.all_gather_single(torch.empty(1).expand(2 * n), torch.ones(2))
+    ours.barrier()
+    assert torch_c10d_ext.pending_count() == 0
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_blocks_into_any_tensor(size: int) -> None:
+    for backend in BACKENDS:
+        run(size, _blocks_into_any_tensor, backend=backend)
+
+
 def test_coalescing() -> None:
     for backend in BACKENDS:
         run(2, _blocks, backend=backend)

@@ -752,7 +752,9 @@ void start_all_gather_coalesced(std::string_view op, const Group& group, at::Ten
       then(std::move(started.finish), [all, outs = aliases_of(outs), ranks = group.size()] {
         const Tensors parts = columns(all, outs, ranks);
         for (size_t i = 0; i < outs.size(); ++i) {
-          outs[i].view({ranks, -1}).copy_(parts[i]);
+          const at::Tensor& out = outs[i];
+          is_dense(out) ? out.view({ranks, -1}).copy_(parts[i])
+                        : out.copy_(parts[i].reshape(out.sizes()));
         }
       });
   channel.attach(outs, std::move(started));

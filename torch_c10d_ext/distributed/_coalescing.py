@@ -204,10 +204,16 @@ def hold(name: str, call: Call) -> bool:
 def _start(name: str, calls: list[Call], async_op: bool) -> Any:
     verb, reduction, factor = calls[0].verb, calls[0].reduction, calls[0].factor
     inputs, outputs = [call.input for call in calls], [call.output for call in calls]
-    if verb == "all_reduce":
-        if all(_delivery.in_place(x) for x in outputs):
+    touched = outputs if verb == "all_reduce" else inputs + outputs
+    if all(_delivery.in_place(x) for x in touched):
+        if verb == "all_reduce":
             _C.ops["all_reduce_coalesced_"](outputs, reduction, name, factor=factor)
-            return _delivery.written(outputs, async_op)
+        elif verb == "all_gather":
+            _C.start_all_gather_block(inputs, outputs, name)
+        else:
+            _C.start_reduce_scatter_block(inputs, outputs, reduction, factor, name)
+        return _delivery.written(outputs, async_op)
+    if verb == "all_reduce":
         started = _ops.all_reduce_coalesced(inputs, reduction, name, factor=factor)
     elif verb == "all_gather":
         started = _ops.all_gather_into_tensor_coalesced(inputs, group_size(name), name)
