@@ -228,6 +228,33 @@ def _a_work_that_fails() -> None:
     ours.barrier()
 
 
+def _a_wait_that_runs_out_of_patience() -> None:
+    rank = dist.get_rank()
+    outs = [torch.empty(4) for _ in range(2)]
+    ours.barrier()
+    if rank == 0:
+        work = ours.all_gather(outs, torch.zeros(4), async_op=True)
+        with pytest.raises(RuntimeError):
+            work.wait(dt.timedelta(milliseconds=50))
+        assert work.exception() is not None
+        assert not work.is_success()
+        dist.distributed_c10d._get_default_store().set("tests/patience", "")
+        assert work.wait(dt.timedelta(seconds=30))
+        assert work.is_success()
+        assert work.exception() is None
+    else:
+        store = dist.distributed_c10d._get_default_store()
+        store.wait(["tests/patience"], dt.timedelta(seconds=30))
+        ours.all_gather(outs, torch.ones(4))
+    for r, out in enumerate(outs):
+        assert torch.equal(out, torch.full((4,), float(r)))
+
+
+def test_a_wait_that_runs_out_of_patience_can_be_repeated() -> None:
+    for backend in BACKENDS:
+        run(2, _a_wait_that_runs_out_of_patience, backend=backend)
+
+
 def test_a_work_reports_its_failure() -> None:
     run(2, _a_work_that_fails, backend="shm")
 

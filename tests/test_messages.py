@@ -550,6 +550,32 @@ def _from_any_source(kind: str) -> None:
         ours.barrier(some)
 
 
+def _asks_a_work_for_its_source(kind: str) -> None:
+    rank = dist.get_rank()
+
+    def program(x: Tensor) -> tuple[Tensor, int]:
+        y = torch.zeros_like(x)
+        work = ours.irecv(y)
+        work.wait()
+        return y, work.source_rank()
+
+    if rank == 0:
+        torch._dynamo.reset()
+        with torch._dynamo.config.patch(capture_scalar_outputs=True):
+            f: Any = torch.compile(program, backend=kind, fullgraph=True)
+            y, source = f(value(0))
+        assert source == 2
+        assert torch.equal(y, value(2))
+    elif rank == 2:
+        ours.send(value(2), 0)
+    ours.barrier()
+
+
+@pytest.mark.parametrize("kind", ["aot_eager", "inductor"])
+def test_a_traced_work_knows_its_source(kind: str) -> None:
+    run(3, _asks_a_work_for_its_source, kind, deadline=DEADLINE)
+
+
 def _refuses_a_rank_it_cannot_trace() -> None:
     rank = dist.get_rank()
 
