@@ -573,6 +573,8 @@ def _ways_to_say_it() -> None:
 
     start = torch.arange(6.0).view(3, 2) + rank
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, premul, "max"):
+        if op is premul and torch.__version__ < "2.12":  # whose Dynamo takes it as a global alone
+            continue
         torch._dynamo.reset()
         eager, compiled = start.clone(), start.clone()
         want = views(eager, group, op)

@@ -582,9 +582,9 @@ def _spans() -> None:
         assert any(name in span for span in spans), (name, list(spans))
     first = next(r for name, r in spans.items() if "all_reduce" in name)
     second = next(r for name, r in spans.items() if "broadcast" in name)
-    assert second.start >= first.end - 1.0  # us
-    if n > 1 and rank == 0:
-        assert first.end - first.start > 30_000
+    if n > 1 and rank == 0:  # which was there 50 ms before the others
+        assert first.end - first.start > 30_000  # us
+        assert second.start - first.start > 30_000
 
 
 @pytest.mark.parametrize("size", (1, 2, 4))
