@@ -236,7 +236,7 @@ class PendingWork : public c10d::Work {
 
   uint64_t getSequencenumber() const override {
     TORCH_CHECK(sequence_number_ >= 0, op_, ": the backend must number what it does, got one that ",
-                "does not ", where(rank_in_group_, group_size_, group_name_));
+                "does not", place());
     return sequence_number_;
   }
 
@@ -245,7 +245,7 @@ class PendingWork : public c10d::Work {
       return inner->getDuration();
     }
     TORCH_CHECK(!std::isnan(milliseconds_), op_, ": the backend must time what it does, got one ",
-                "that does not ", where(rank_in_group_, group_size_, group_name_));
+                "that does not", place());
     return milliseconds_;
   }
 
@@ -272,6 +272,11 @@ class PendingWork : public c10d::Work {
   }
 
  private:
+  // The end of a text; one that was over at once does not know.
+  std::string place() const {
+    return group_size_ > 0 ? " " + where(rank_in_group_, group_size_, group_name_) : "";
+  }
+
   void note_sequence_number() {
     try {
       sequence_number_ = static_cast<int64_t>(inner_->getSequencenumber());
