@@ -403,6 +403,10 @@ def _reordered_by_cost(settings: dict[str, Any]) -> str:
         return y + 1, (z @ w).relu() @ w
 
     x, w = _xs((16, 16))[rank], _xs((16, 16), salt=5)[0]
+    passes = torch._inductor.config.aten_distributed_optimizations
+    if hasattr(passes, "spmd_check"):
+        # torch 2.12 has it on: a collective at compile time, which a rank served by a cache skips.
+        settings = {**settings, "aten_distributed_optimizations.spmd_check": False}
     with torch._inductor.config.patch(settings):
         (got, other), (code, *_) = run_and_get_code(torch.compile(step, fullgraph=True), x, w)
     _assert_close(got, 2 * sum(_xs((16, 16))) + 1)
