@@ -150,7 +150,7 @@ class SpreadingWork(dist.Work):
 
     def _first(self, asked: str) -> Any:
         if not self._works:
-            raise RuntimeError(f"{asked}: a backend must have done the call, got one for one rank")
+            raise RuntimeError(f"{asked}: a backend must have done the call, got one without")
         return self._works[0]
 
     def _get_duration(self) -> float:
