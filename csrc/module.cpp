@@ -1,15 +1,16 @@
 // torch_c10d_ext._C: what Python needs beside the ops themselves.
 
-#include <c10/core/AutogradState.h>
 #include <c10/core/GradMode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <algorithm>
+
 #include "backends/shm.h"
 #include "core/blocks.h"
+#include "core/eager.h"
 #include "core/entry.h"
 #include "core/failure.h"
 #include "core/group.h"
@@ -28,27 +29,6 @@ enum Delivery : int64_t {
   kTraced = 2,    // under a trace, a mode, a transform or forward mode: an explicit wait
 };
 
-// Whether a mode, a transform or a tensor subclass sees the calls on `t`.
-bool is_intercepted(const at::Tensor& t) {
-  constexpr c10::DispatchKeySet special({c10::DispatchKey::Python,
-                                         c10::DispatchKey::FuncTorchGradWrapper,
-                                         c10::DispatchKey::FuncTorchBatched});
-  constexpr c10::DispatchKeySet modes({c10::DispatchKey::Python, c10::DispatchKey::PythonDispatcher,
-                                       c10::DispatchKey::FuncTorchDynamicLayerFrontMode});
-  return t.key_set().has_any(special) ||
-         c10::impl::tls_local_dispatch_key_set().included_.has_any(modes);
-}
-
-bool is_traced(const at::Tensor& t) {
-  return t.is_meta() || t.is_lazy() || t.key_set().has(c10::DispatchKey::Functionalize) ||
-         is_intercepted(t);
-}
-
-bool has_tangent(const at::Tensor& t) {
-  return c10::AutogradState::get_tls_state().get_fw_grad_mode() &&
-         t._fw_grad(/*level=*/0).defined();
-}
-
 int64_t delivery(const at::Tensor& result) {
   if (is_traced(result)) {
     return kTraced;
@@ -63,14 +43,62 @@ int64_t delivery(const at::Tensor& result) {
 // Whether nobody but the kernel needs to know that `output` becomes a function of `input`.
 bool is_eager(const at::Tensor& output, const at::Tensor& input) {
   for (const at::Tensor* t : {&output, &input}) {
-    // Lazy tensors are traced by the kernel itself.
-    const bool traced = t->is_lazy() ? is_intercepted(*t) : is_traced(*t);
-    if (traced || has_tangent(*t) || (c10::GradMode::is_enabled() && t->requires_grad())) {
+    if (!is_plain(*t) || (c10::GradMode::is_enabled() && t->requires_grad())) {
       return false;
     }
   }
   return output.scalar_type() == input.scalar_type();
 }
+
+// What every eager call asks, without the 200 ns that pybind11 takes for a call.
+
+bool are_tensors(const char* name, PyObject* const* arguments, Py_ssize_t given, Py_ssize_t wanted) {
+  const bool right = given == wanted && std::all_of(arguments, arguments + given, [](PyObject* a) {
+                       return THPVariable_Check(a);
+                     });
+  if (!right) {
+    PyErr_Format(PyExc_TypeError, "%s: must be called with %zd tensors", name, wanted);
+  }
+  return right;
+}
+
+PyObject* is_eager_method(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
+  if (!are_tensors("is_eager", arguments, given, 2)) {
+    return nullptr;
+  }
+  return PyBool_FromLong(
+      is_eager(THPVariable_Unpack(arguments[0]), THPVariable_Unpack(arguments[1])));
+}
+
+PyObject* delivery_method(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
+  if (!are_tensors("delivery", arguments, given, 1)) {
+    return nullptr;
+  }
+  return PyLong_FromLong(delivery(THPVariable_Unpack(arguments[0])));
+}
+
+PyObject* wait_method(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
+  if (!are_tensors("wait", arguments, given, 1)) {
+    return nullptr;
+  }
+  const at::Tensor& t = THPVariable_Unpack(arguments[0]);
+  if (!entry::run([&] { wait(t); })) {
+    return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
+template <class Method>
+PyCFunction fastcall(Method method) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(method));
+}
+
+PyMethodDef quick_methods[] = {
+    {"is_eager", fastcall(is_eager_method), METH_FASTCALL, nullptr},
+    {"delivery", fastcall(delivery_method), METH_FASTCALL, nullptr},
+    {"wait", fastcall(wait_method), METH_FASTCALL, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
 
 pybind11::object wrapper_of(pybind11::handle type, pybind11::handle elem) {
   auto wrapper =
@@ -128,19 +156,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("TRACED") = static_cast<int64_t>(kTraced);
 
   // The ops by name, for eager callers.
-  m.attr("ops") = py::reinterpret_steal<py::dict>(entry::all());
+  m.attr("ops") = py::reinterpret_steal<py::dict>(entry::all(entry::Manner::Call));
+  m.attr("writes") = py::reinterpret_steal<py::dict>(entry::all(entry::Manner::Write));
 
-  m.def("is_eager", &is_eager);
-  m.def("delivery", &delivery);
+  if (PyModule_AddFunctions(m.ptr(), quick_methods) != 0) {
+    throw py::error_already_set();
+  }
   m.def("make_wrapper", &wrapper_of);
   m.def("seal", &seal);
-  m.def("wait", &wait, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("work_of", &work_of);
   m.def("started_work_of", &started_work_of);
   m.def("start_messages", &start_messages_of, pybind11::call_guard<pybind11::gil_scoped_release>());
-  m.def("start_all_gather_block", &start_all_gather_block,
+  m.def("write_all_gather_block", &write_all_gather_block,
         pybind11::call_guard<pybind11::gil_scoped_release>());
-  m.def("start_reduce_scatter_block", &start_reduce_scatter_block,
+  m.def("write_reduce_scatter_block", &write_reduce_scatter_block,
         pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("sweep", &sweep, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("pending_count", &pending_count);

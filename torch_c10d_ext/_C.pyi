@@ -15,6 +15,11 @@ SHM_MIN_ARENA: int
 # The ops by name, called like torch.ops.c10d_ext.<name>.default, in eager code.
 ops: dict[str, Callable[..., Any]]
 
+# Those that write their arguments, as write(async_op, *args, **kwargs) -> bool, with no gradient
+# and complete on return unless async_op. False, and nothing has happened, where the backend may not
+# write a tensor itself: under a mode, a transform or a trace, and for subclasses.
+writes: dict[str, Callable[..., bool]]
+
 def is_eager(output: torch.Tensor, input: torch.Tensor) -> bool: ...
 def delivery(result: torch.Tensor) -> int: ...
 
@@ -40,17 +45,18 @@ def start_messages(
     group_name: str,
 ) -> list[Work]: ...
 
-# From and into the tensors themselves, which are plain and fit.
-def start_all_gather_block(
-    inputs: list[torch.Tensor], outputs: list[torch.Tensor], group_name: str
-) -> None: ...
-def start_reduce_scatter_block(
+# The calls of a block; as `writes`. Each output fits its input.
+def write_all_gather_block(
+    async_op: bool, inputs: list[torch.Tensor], outputs: list[torch.Tensor], group_name: str
+) -> bool: ...
+def write_reduce_scatter_block(
+    async_op: bool,
     inputs: list[torch.Tensor],
     outputs: list[torch.Tensor],
     reduce_op: str,
     factor: complex | None,
     group_name: str,
-) -> None: ...
+) -> bool: ...
 def sweep() -> None: ...
 def pending_count() -> int: ...
 def group_size(name: str) -> int: ...

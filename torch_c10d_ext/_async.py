@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -61,16 +62,9 @@ def starter(op: Any) -> Callable[..., Any]:
     return start if returns.isSubtypeOf(torch._C.TensorType.get()) else start_list
 
 
-def writer(op: Any) -> Callable[..., torch.Tensor]:
-    """``op``, in place or into ``out``, and its wait; for eager calls with nothing to record."""
-    enter = entry(op)
-
-    def write(*args: Any, **kwargs: Any) -> torch.Tensor:
-        written = enter(*args, **kwargs)
-        _C.wait(written)
-        return written
-
-    return write
+def writer(op: Any) -> Callable[..., bool]:
+    """``op``, in place or into ``out``, to its end, where :func:`writes_directly` says so."""
+    return functools.partial(_C.writes[op._schema.name.removeprefix("c10d_ext::")], False)
 
 
 def writes_directly(output: torch.Tensor, input: torch.Tensor) -> bool:

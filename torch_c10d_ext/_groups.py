@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_c10d_ext import _C
 from torch_c10d_ext.errors import InvalidArgument
 
+_SUM = dist.ReduceOp.SUM
+
 # A group as users name it: its ranks (one list, or one list per group of a mesh), a ProcessGroup, a
 # 1-D DeviceMesh, a dimension of a mesh, a registered name, or None for the default group.
 Group: TypeAlias = (
@@ -42,7 +44,7 @@ def group_name(group: Group, tag: str = "") -> str:
     if isinstance(group, str):
         return group
     if group is None:
-        default = dist.group.WORLD
+        default = c10d._world.default_pg
         if default is None:
             raise InvalidArgument(
                 "group: the default process group must be initialized, got None before "
@@ -205,6 +207,8 @@ def world_ranks(name: str) -> list[int]:
 
 def reduction_of(op: Any) -> tuple[str, complex | None]:
     """The name of a ``ReduceOp``, or of a name, and the factor of ``PREMUL_SUM``."""
+    if op is _SUM:  # by far the most frequent one
+        return "sum", None
     if isinstance(op, str):
         return op, None
     if type(op) is dist.ReduceOp.RedOpType:

@@ -24,6 +24,7 @@
 #include "backends/shm/aside.h"
 #include "backends/shm/bootstrap.h"
 #include "backends/shm/layout.h"
+#include "core/at_once.h"
 #include "core/failure.h"
 #include "core/gil.h"
 #include "core/memory.h"
@@ -1068,7 +1069,8 @@ ShmBackend::FlightPtr ShmBackend::make(const Call& call, shm::Verb verb) const {
     flight = std::make_shared<Flight>();
   }
   flight->start(call.op, verb, timeout, place_, sources, targets);
-  flight->request.async = call.delivery != Call::Delivery::Sync;
+  flight->request.async = call.delivery == Call::Delivery::Async ||
+                          (call.delivery == Call::Delivery::Op && !AtOnce::is_on());
   return flight;
 }
 

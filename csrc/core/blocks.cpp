@@ -2,6 +2,10 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 
+#include <algorithm>
+
+#include "core/at_once.h"
+#include "core/eager.h"
 #include "core/op.h"
 
 namespace c10d_ext {
@@ -25,27 +29,41 @@ Tensors prepared(std::string_view op, const Group& group, const Tensors& inputs,
   return sources;
 }
 
-}  // namespace
-
-void start_all_gather_block(const Tensors& inputs, const Tensors& outputs,
-                            const std::string& group_name) {
-  constexpr std::string_view op = "all_gather_into_tensor_coalesced";
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const Group group = resolve_group(op, group_name);
-  start_all_gather_coalesced(op, group, prepared(op, group, inputs, outputs), outputs);
+bool all_plain(const Tensors& tensors) {
+  return std::all_of(tensors.begin(), tensors.end(), is_plain);
 }
 
-void start_reduce_scatter_block(const Tensors& inputs, const Tensors& outputs,
+}  // namespace
+
+bool write_all_gather_block(bool async_op, const Tensors& inputs, const Tensors& outputs,
+                            const std::string& group_name) {
+  if (!all_plain(inputs) || !all_plain(outputs)) {
+    return false;
+  }
+  constexpr std::string_view op = "all_gather_into_tensor_coalesced";
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const AtOnce manner(!async_op);
+  const Group group = resolve_group(op, group_name);
+  start_all_gather_coalesced(op, group, prepared(op, group, inputs, outputs), outputs);
+  return true;
+}
+
+bool write_reduce_scatter_block(bool async_op, const Tensors& inputs, const Tensors& outputs,
                                 const std::string& reduce_op,
                                 const std::optional<c10::Scalar>& factor,
                                 const std::string& group_name) {
+  if (!all_plain(inputs) || !all_plain(outputs)) {
+    return false;
+  }
   constexpr std::string_view op = "reduce_scatter_tensor_coalesced";
   at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const AtOnce manner(!async_op);
   const Group group = resolve_group(op, group_name);
   const Tensors sources = prepared(op, group, inputs, outputs);
   const Reduction reduction =
       parse_reduction(op, group, reduce_op, factor, inputs[0].scalar_type());
   start_reduce_scatter_coalesced(op, group, sources, outputs, reduction);
+  return true;
 }
 
 }  // namespace c10d_ext

@@ -16,9 +16,9 @@ namespace {
 namespace py = pybind11;
 
 // Method definitions outlive the functions made of them; a deque keeps them in place.
-std::deque<PyMethodDef>& listed() {
-  static auto* definitions = new std::deque<PyMethodDef>;
-  return *definitions;
+std::deque<PyMethodDef>& listed(Manner manner) {
+  static auto* definitions = new std::deque<PyMethodDef>[2];
+  return definitions[static_cast<size_t>(manner)];
 }
 
 template <class Value>
@@ -192,15 +192,23 @@ bool run(c10::function_ref<void()> body) {
   return false;
 }
 
-bool add(const char* name, Function function) {
-  listed().push_back({name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)),
-                      METH_FASTCALL | METH_KEYWORDS, nullptr});
+bool add(const char* name, Function call, Function write) {
+  const auto list = [name](Manner manner, Function function) {
+    listed(manner).push_back(
+        {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)),
+         METH_FASTCALL | METH_KEYWORDS, nullptr});
+  };
+  list(Manner::Call, call);
+  const std::string_view op = name;
+  if (op.ends_with("_") || op.ends_with("_out")) {
+    list(Manner::Write, write);
+  }
   return true;
 }
 
-PyObject* all() {
+PyObject* all(Manner manner) {
   PyObject* functions = PyDict_New();
-  for (auto& definition : listed()) {
+  for (auto& definition : listed(manner)) {
     PyObject* function = PyCFunction_New(&definition, nullptr);
     if (function == nullptr || PyDict_SetItemString(functions, definition.ml_name, function) != 0) {
       Py_XDECREF(function);

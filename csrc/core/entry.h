@@ -8,6 +8,9 @@
 #include <c10/core/SymInt.h>
 #include <c10/util/FunctionRef.h>
 
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
 #include <array>
 #include <optional>
 #include <string>
@@ -16,12 +19,18 @@
 #include <utility>
 #include <vector>
 
+#include "core/at_once.h"
+#include "core/eager.h"
+
 // A shorter way into the ops from eager Python than torch.ops: same arguments, same dispatcher
 // call, so that modes, autograd and transforms see it. torch.ops looks up overloads, asks for
 // __torch_function__ and boxes every argument, which takes longer than the rest of a call.
 //
 // It reads plain arguments alone: tensors, not subclasses, and numbers, not symbolic ones. A call
 // with any other, and one under a torch function mode or torch.jit.trace, goes on to torch.ops.
+//
+// A second way in is for callers whose tensors are written and nobody differentiates it: see
+// enter_to_write.
 namespace c10d_ext::entry {
 
 // False where `object` is not plain. Null is an argument left out.
@@ -97,19 +106,71 @@ PyObject* enter(const c10::TypedOperatorHandle<Return(Parameters...)>& handle, E
   return enter(handle, entry, call, std::index_sequence_for<Parameters...>());
 }
 
+template <class T>
+bool is_plain(const T&) {
+  return true;
+}
+inline bool is_plain(const at::Tensor& value) {
+  return c10d_ext::is_plain(value);
+}
+inline bool is_plain(const std::vector<at::Tensor>& values) {
+  return std::all_of(values.begin(), values.end(),
+                     [](const at::Tensor& value) { return c10d_ext::is_plain(value); });
+}
+
+// As enter(), without a gradient, and complete on return unless the first argument, async_op, is
+// True. Returns True; False where any argument is not plain, or anything but the kernel needs to
+// know of the call: then nothing has happened.
+template <class Return, class... Parameters, size_t... I>
+PyObject* enter_to_write(const c10::TypedOperatorHandle<Return(Parameters...)>& handle,
+                         const Entry& entry, const Call& call, std::index_sequence<I...>) {
+  std::array<PyObject*, sizeof...(Parameters)> places{};
+  std::tuple<typename Kept<Parameters>::type...> kept;
+  const bool at_once = call.arguments[0] != Py_True;
+  if (is_watched() ||
+      !entry.bind({call.arguments + 1, call.positional - 1, call.keywords}, places.data()) ||
+      !(read(places[I], std::get<I>(kept)) && ...) || !(is_plain(std::get<I>(kept)) && ...)) {
+    Py_RETURN_FALSE;
+  }
+  const bool done = run([&] {
+    const c10::AutoGradMode no_grad(false);
+    const AtOnce manner(at_once);
+    handle.call(std::get<I>(kept)...);
+  });
+  if (!done) {
+    return nullptr;
+  }
+  Py_RETURN_TRUE;
+}
+
+template <class Return, class... Parameters>
+PyObject* enter_to_write(const c10::TypedOperatorHandle<Return(Parameters...)>& handle,
+                         const Entry& entry, const Call& call) {
+  return enter_to_write(handle, entry, call, std::index_sequence_for<Parameters...>());
+}
+
+enum class Manner { Call, Write };
+
 // The Python function of the op that `handle()` returns.
-template <const auto& (*handle)()>
+template <const auto& (*handle)(), Manner manner>
 PyObject* method(PyObject*, PyObject* const* arguments, Py_ssize_t positional, PyObject* keywords) {
   static auto* entry = new Entry(handle());
-  return enter(handle(), *entry, {arguments, positional, keywords});
+  const Call call{arguments, positional, keywords};
+  return manner == Manner::Call ? enter(handle(), *entry, call)
+                                : enter_to_write(handle(), *entry, call);
 }
 
 using Function = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t, PyObject*);
 
-// Lists `function` under the op's name; returns true for the sake of static initialization.
-bool add(const char* name, Function function);
+// Lists the functions of an op under its name; returns true for the sake of static initialization.
+bool add(const char* name, Function call, Function write);
+
+template <const auto& (*handle)()>
+bool add(const char* name) {
+  return add(name, method<handle, Manner::Call>, method<handle, Manner::Write>);
+}
 
 // Everything listed: name -> Python function. A new reference.
-PyObject* all();
+PyObject* all(Manner manner);
 
 }  // namespace c10d_ext::entry

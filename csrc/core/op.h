@@ -198,4 +198,4 @@ inline std::vector<int64_t> concrete(const at::Tensor& input, c10::SymIntArrayRe
     return handle;                                                           \
   }                                                                          \
   [[maybe_unused]] const bool function##_listed =                            \
-      entry::add(name, entry::method<function##_handle>);
+      entry::add<function##_handle>(name);

@@ -21,6 +21,7 @@
 #include <unordered_map>
 
 #include "backends/shm/aside.h"
+#include "core/at_once.h"
 #include "core/failure.h"
 #include "core/gil.h"
 #include "core/memory.h"
@@ -588,6 +589,12 @@ StartedHere& started_here() {
   return *instance;
 }
 
+void enlist(PendingWorkPtr work, at::TensorList outputs) {
+  work->enlist();
+  last_here() = {outputs.empty() ? nullptr : storage_of(outputs.front()), work, {}};
+  started_here().add(std::move(work));
+}
+
 }  // namespace
 
 bool subscribe_to_future(c10d::Work& work, std::function<void(std::exception_ptr)> over) {
@@ -623,9 +630,18 @@ void attach(std::string_view op, const Group& group, at::TensorList outputs,
   }
   auto pending =
       c10::make_intrusive<PendingWork>(op, group, outputs, work, std::move(finish), subscribe);
-  pending->enlist();
-  last_here() = {outputs.empty() ? nullptr : storage_of(outputs.front()), pending, {}};
-  started_here().add(std::move(pending));
+  if (AtOnce::is_on()) {
+    try {
+      pending->wait(kNoTimeout);
+    } catch (...) {
+      if (!pending->isCompleted()) {
+        enlist(std::move(pending), outputs);  // Ctrl-C: it goes on
+      }
+      throw;
+    }
+    return;
+  }
+  enlist(std::move(pending), outputs);
 }
 
 c10::intrusive_ptr<c10d::Work> follow(std::string_view op, const Group& group, at::Tensor tensor,

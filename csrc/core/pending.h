@@ -30,7 +30,8 @@ bool subscribe_to_future(c10d::Work& work, std::function<void(std::exception_ptr
 bool subscribe_if_possible(c10d::Work& work, std::function<void(std::exception_ptr error)> over);
 
 // Attaches a started collective to the storages it writes, so that wait_tensor (ours and torch's)
-// finds it. A work that is complete already is finished on the spot and leaves nothing behind.
+// finds it. A work that is complete already is finished on the spot and leaves nothing behind; so
+// does any other, once it is, under AtOnce.
 //
 // Invariants, the reason this wraps c10d's registry instead of using it bare:
 //  * found from any thread: c10d keeps one table per thread, a wait on another thread would not

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,23 +14,56 @@ from torch_c10d_ext.distributed import _delivery
 from torch_c10d_ext.errors import InvalidArgument
 
 _ops = torch.ops.c10d_ext
+_all_reduce_ = _C.writes["all_reduce_coalesced_"]
 
 
-class Call(NamedTuple):
-    """A call that waits for the end of its block."""
+class Run:
+    """Neighbouring calls of a block that fit into one message and wait for its end."""
 
-    verb: str  # all_reduce, all_gather or reduce_scatter
-    input: Tensor
-    output: Tensor
-    reduction: str = ""
-    factor: complex | None = None
+    def __init__(
+        self, verb: str, reduction: str, factor: complex | None, dtype: torch.dtype, device: Any
+    ) -> None:
+        self.verb = verb  # all_reduce, all_gather or reduce_scatter
+        self.reduction = reduction
+        self.factor = factor
+        self.dtype = dtype
+        self.device = device
+        self.inputs: list[Tensor] = []
+        self.outputs: list[Tensor] = []
 
-    def goes_with(self, other: Call) -> bool:
-        """Whether both fit into one message."""
+    def takes(self, verb: str, input: Tensor, reduction: str, factor: complex | None) -> bool:
+        """Whether one more call fits."""
         return (
-            (self.verb, self.reduction, self.factor) == (other.verb, other.reduction, other.factor)
-            and self.input.dtype == other.input.dtype
-            and self.input.device == other.input.device
+            self.verb == verb
+            and self.reduction == reduction
+            and self.factor == factor
+            and self.dtype is input.dtype
+            and self.device == input.device
+        )
+
+    def start(self, name: str, async_op: bool) -> Any:
+        """One call of the backend for all of them; its work where ``async_op`` is set."""
+        verb, inputs, outputs = self.verb, self.inputs, self.outputs
+        if not torch.compiler.is_compiling() and self._write(name, async_op):
+            return _delivery.work_of(outputs) if async_op else None
+        if verb == "all_reduce":
+            started = _ops.all_reduce_coalesced(inputs, self.reduction, name, factor=self.factor)
+        elif verb == "all_gather":
+            started = _ops.all_gather_into_tensor_coalesced(inputs, group_size(name), name)
+        else:
+            started = _ops.reduce_scatter_tensor_coalesced(
+                inputs, self.reduction, group_size(name), name, factor=self.factor
+            )
+        return _delivery.spread(list(started), [[out] for out in outputs], async_op)
+
+    def _write(self, name: str, async_op: bool) -> bool:
+        """As an eager call that writes the outputs themselves; False where none may."""
+        if self.verb == "all_reduce":
+            return _all_reduce_(async_op, self.outputs, self.reduction, name, factor=self.factor)
+        if self.verb == "all_gather":
+            return _C.write_all_gather_block(async_op, self.inputs, self.outputs, name)
+        return _C.write_reduce_scatter_block(
+            async_op, self.inputs, self.outputs, self.reduction, self.factor, name
         )
 
 
@@ -120,7 +153,7 @@ class CoalescingManager:
     ) -> None:
         self._name = group_name(group)
         self._async_ops = async_ops
-        self._calls: list[Call | HeldMessage] = []
+        self._runs: list[Run | list[HeldMessage]] = []
         self._works: list[Any] = []
 
     def __enter__(self) -> CoalescingManager:  # noqa: PYI034
@@ -155,27 +188,15 @@ class CoalescingManager:
             self.wait()
 
     def _start(self, async_ops: bool = True) -> None:
-        runs: list[list[Any]] = []
-        for call in self._calls:
-            if runs and _go_together(runs[-1][0], call):
-                runs[-1].append(call)
+        runs, self._runs = self._runs, []
+        for run in runs:
+            if isinstance(run, Run):
+                self.append(run.start(self._name, async_ops or len(runs) > 1))
             else:
-                runs.append([call])
-        self._calls = []
-        for calls in runs:
-            if isinstance(calls[0], HeldMessage):
-                works = _delivery.start_messages([held.message for held in calls], self._name)
-                for held, work in zip(calls, works, strict=True):
+                works = _delivery.start_messages([held.message for held in run], self._name)
+                for held, work in zip(run, works, strict=True):
                     held.started = work
                 self._works += works
-            else:
-                self.append(_start(self._name, calls, async_ops or len(runs) > 1))
-
-
-def _go_together(first: Call | HeldMessage, call: Call | HeldMessage) -> bool:
-    if isinstance(first, HeldMessage) or isinstance(call, HeldMessage):
-        return isinstance(first, HeldMessage) and isinstance(call, HeldMessage)
-    return first.goes_with(call)
 
 
 def hold_messages(name: str, messages: list[_delivery.Message]) -> list[HeldMessage] | None:
@@ -183,7 +204,11 @@ def hold_messages(name: str, messages: list[_delivery.Message]) -> list[HeldMess
     if name not in _open:
         return None
     held = [HeldMessage(message) for message in messages]
-    _open[name]._calls += held
+    runs = _open[name]._runs
+    if runs and isinstance(runs[-1], list):
+        runs[-1].extend(held)
+    else:
+        runs.append(list(held))
     return held
 
 
@@ -193,32 +218,22 @@ def release(name: str) -> None:
         _open[name]._start()
 
 
-def hold(name: str, call: Call) -> bool:
-    """Keeps ``call`` for the end of the group's block; False where none is open."""
+def hold(
+    name: str,
+    verb: str,
+    input: Tensor,
+    output: Tensor,
+    reduction: str = "",
+    factor: complex | None = None,
+) -> bool:
+    """Keeps a call for the end of the group's block; False where none is open."""
     if name not in _open:
         return False
-    _open[name]._calls.append(call)
+    runs = _open[name]._runs
+    run = runs[-1] if runs else None
+    if not isinstance(run, Run) or not run.takes(verb, input, reduction, factor):
+        run = Run(verb, reduction, factor, input.dtype, input.device)
+        runs.append(run)
+    run.inputs.append(input)
+    run.outputs.append(output)
     return True
-
-
-def _start(name: str, calls: list[Call], async_op: bool) -> Any:
-    verb, reduction, factor = calls[0].verb, calls[0].reduction, calls[0].factor
-    inputs, outputs = [call.input for call in calls], [call.output for call in calls]
-    touched = outputs if verb == "all_reduce" else inputs + outputs
-    if all(_delivery.in_place(x) for x in touched):
-        if verb == "all_reduce":
-            _C.ops["all_reduce_coalesced_"](outputs, reduction, name, factor=factor)
-        elif verb == "all_gather":
-            _C.start_all_gather_block(inputs, outputs, name)
-        else:
-            _C.start_reduce_scatter_block(inputs, outputs, reduction, factor, name)
-        return _delivery.written(outputs, async_op)
-    if verb == "all_reduce":
-        started = _ops.all_reduce_coalesced(inputs, reduction, name, factor=factor)
-    elif verb == "all_gather":
-        started = _ops.all_gather_into_tensor_coalesced(inputs, group_size(name), name)
-    else:
-        started = _ops.reduce_scatter_tensor_coalesced(
-            inputs, reduction, group_size(name), name, factor=factor
-        )
-    return _delivery.spread(list(started), [[out] for out in outputs], async_op)

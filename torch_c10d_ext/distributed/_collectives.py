@@ -34,14 +34,16 @@ from torch_c10d_ext.errors import InvalidArgument
 
 _ops = torch.ops.c10d_ext
 _SUM = dist.ReduceOp.SUM
+_is_compiling = torch.compiler.is_compiling
 
-_all_reduce_ = _C.ops["all_reduce_"]
-_all_reduce_coalesced_ = _C.ops["all_reduce_coalesced_"]
-_broadcast_ = _C.ops["broadcast_"]
-_reduce_ = _C.ops["reduce_"]
-_all_gather_into_tensor_out = _C.ops["all_gather_into_tensor_out"]
-_reduce_scatter_tensor_out = _C.ops["reduce_scatter_tensor_out"]
-_all_to_all_single_out = _C.ops["all_to_all_single_out"]
+# In eager the backend writes the caller's tensors: False where it may not.
+_all_reduce_ = _C.writes["all_reduce_"]
+_all_reduce_coalesced_ = _C.writes["all_reduce_coalesced_"]
+_broadcast_ = _C.writes["broadcast_"]
+_reduce_ = _C.writes["reduce_"]
+_all_gather_into_tensor_out = _C.writes["all_gather_into_tensor_out"]
+_reduce_scatter_tensor_out = _C.writes["reduce_scatter_tensor_out"]
+_all_to_all_single_out = _C.writes["all_to_all_single_out"]
 
 
 def _check_tensor(op: str, name: str, value: Any, group: str) -> None:
@@ -124,21 +126,19 @@ def all_reduce(tensor: Tensor, op: Any = _SUM, group: Group = None, async_op: bo
     if name is None:
         return None
     _check_tensor("all_reduce", "tensor", tensor, name)
-    if tensor.layout is torch.sparse_coo and not torch.compiler.is_compiling():
+    if tensor.is_sparse and not _is_compiling():
         reduce_op = getattr(dist.ReduceOp, op.upper(), op) if isinstance(op, str) else op
         return dist.all_reduce(tensor, reduce_op, process_group(name), async_op)
     reduction, factor = reduction_of(op)
-    if _coalescing.hold(name, _coalescing.Call("all_reduce", tensor, tensor, reduction, factor)):
+    if _coalescing.hold(name, "all_reduce", tensor, tensor, reduction, factor):
         return None
+    if not _is_compiling() and _all_reduce_(async_op, tensor, reduction, name, factor=factor):
+        return _delivery.work_of([tensor]) if async_op else None
     with torch.no_grad():
-        if _delivery.in_place(tensor):
-            _all_reduce_(tensor, reduction, name, factor=factor)
-            return _delivery.written([tensor], async_op)
         started = _ops.all_reduce(tensor, reduction, name, factor=factor)
         return _delivery.spread([started], [[tensor]], async_op)
 
 
-@torch.no_grad()
 def all_reduce_coalesced(
     tensors: list[Tensor], op: Any = _SUM, group: Group = None, async_op: bool = False
 ) -> Any:
@@ -170,14 +170,15 @@ def all_reduce_coalesced(
     tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     _check_tensors("all_reduce_coalesced", "tensors", tensors, name)
     reduction, factor = reduction_of(op)
-    if all(_delivery.in_place(t) for t in tensors):
-        _all_reduce_coalesced_(tensors, reduction, name, factor=factor)
-        return _delivery.written(tensors, async_op)
-    started = _ops.all_reduce_coalesced(tensors, reduction, name, factor=factor)
-    return _delivery.spread(list(started), [[t] for t in tensors], async_op)
+    if not _is_compiling() and _all_reduce_coalesced_(
+        async_op, tensors, reduction, name, factor=factor
+    ):
+        return _delivery.work_of(tensors) if async_op else None
+    with torch.no_grad():
+        started = _ops.all_reduce_coalesced(tensors, reduction, name, factor=factor)
+        return _delivery.spread(list(started), [[t] for t in tensors], async_op)
 
 
-@torch.no_grad()
 def broadcast(
     tensor: Tensor,
     src: int | None = None,
@@ -215,13 +216,12 @@ def broadcast(
         return None
     _check_tensor("broadcast", "tensor", tensor, name)
     root = root_of("broadcast", "src", name, src, group_src)
-    if _delivery.in_place(tensor):
-        _broadcast_(tensor, root, name)
-        return _delivery.written([tensor], async_op)
-    return _delivery.spread([_ops.broadcast(tensor, root, name)], [[tensor]], async_op)
+    if not _is_compiling() and _broadcast_(async_op, tensor, root, name):
+        return _delivery.work_of([tensor]) if async_op else None
+    with torch.no_grad():
+        return _delivery.spread([_ops.broadcast(tensor, root, name)], [[tensor]], async_op)
 
 
-@torch.no_grad()
 def reduce(
     tensor: Tensor,
     dst: int | None = None,
@@ -260,12 +260,12 @@ def reduce(
     _check_tensor("reduce", "tensor", tensor, name)
     root = root_of("reduce", "dst", name, dst, group_dst)
     reduction, factor = reduction_of(op)
-    if _delivery.in_place(tensor):
-        _reduce_(tensor, reduction, root, name, factor=factor)
-        return _delivery.written([tensor], async_op)
-    started = _ops.reduce(tensor, reduction, root, name, factor=factor)
+    if not _is_compiling() and _reduce_(async_op, tensor, reduction, root, name, factor=factor):
+        return _delivery.work_of([tensor]) if async_op else None
     targets = [tensor] if group_rank(name) == root else []
-    return _delivery.spread([started], [targets], async_op)
+    with torch.no_grad():
+        started = _ops.reduce(tensor, reduction, root, name, factor=factor)
+        return _delivery.spread([started], [targets], async_op)
 
 
 @torch.no_grad()
@@ -396,12 +396,13 @@ def all_gather_into_tensor(
     _check_same_dtype(verb, output_tensor, input_tensor, name)
     ranks = group_size(name)
     _check_numel(verb, output_tensor, ranks * input_tensor.numel(), "N times the input's", name)
-    if _coalescing.hold(name, _coalescing.Call("all_gather", input_tensor, output_tensor)):
+    if _coalescing.hold(name, "all_gather", input_tensor, output_tensor):
         return None
+    if not _is_compiling() and _all_gather_into_tensor_out(
+        async_op, input_tensor, ranks, name, out=output_tensor
+    ):
+        return _delivery.work_of([output_tensor]) if async_op else None
     with torch.no_grad():
-        if _delivery.in_place(output_tensor) and _delivery.in_place(input_tensor):
-            _all_gather_into_tensor_out(input_tensor, ranks, name, out=output_tensor)
-            return _delivery.written([output_tensor], async_op)
         started = _ops.all_gather_into_tensor(input_tensor, ranks, name)
         return _delivery.spread([started], [[output_tensor]], async_op)
 
@@ -494,12 +495,13 @@ def reduce_scatter_tensor(
     reduction, factor = reduction_of(op)
     # The rows of a rank are one row to the op: any shape of the same elements will do.
     rows = input.reshape(ranks, -1) if input.dim() == 0 or input.shape[0] % ranks else input
-    if _coalescing.hold(name, _coalescing.Call("reduce_scatter", rows, output, reduction, factor)):
+    if _coalescing.hold(name, "reduce_scatter", rows, output, reduction, factor):
         return None
+    if not _is_compiling() and _reduce_scatter_tensor_out(
+        async_op, rows, reduction, ranks, name, factor=factor, out=output
+    ):
+        return _delivery.work_of([output]) if async_op else None
     with torch.no_grad():
-        if _delivery.in_place(output) and _delivery.in_place(rows):
-            _reduce_scatter_tensor_out(rows, reduction, ranks, name, factor=factor, out=output)
-            return _delivery.written([output], async_op)
         started = _ops.reduce_scatter_tensor(rows, reduction, ranks, name, factor=factor)
         return _delivery.spread([started], [[output]], async_op)
 
@@ -680,7 +682,6 @@ def all_to_all(
     return _delivery.spread([started], [output_tensor_list], async_op)
 
 
-@torch.no_grad()
 def all_to_all_single(
     output: Tensor,
     input: Tensor,
@@ -724,11 +725,11 @@ def all_to_all_single(
     _check_same_dtype(verb, output, input, name)
     to = _splits(verb, "output", output, output_split_sizes, name)
     of = _splits(verb, "input", input, input_split_sizes, name)
-    if _delivery.in_place(output) and _delivery.in_place(input):
-        _all_to_all_single_out(input, to, of, name, out=output)
-        return _delivery.written([output], async_op)
-    started = _ops.all_to_all_single(input, to, of, name)
-    return _delivery.spread([started], [[output]], async_op)
+    if not _is_compiling() and _all_to_all_single_out(async_op, input, to, of, name, out=output):
+        return _delivery.work_of([output]) if async_op else None
+    with torch.no_grad():
+        started = _ops.all_to_all_single(input, to, of, name)
+        return _delivery.spread([started], [[output]], async_op)
 
 
 @torch.no_grad()

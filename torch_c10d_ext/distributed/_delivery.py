@@ -179,12 +179,8 @@ def in_place(tensor: Tensor) -> bool:
     return not torch.compiler.is_compiling() and writes_directly(tensor, tensor)
 
 
-def written(tensors: list[Tensor], async_op: bool) -> Any:
-    """The end of a call whose collective writes the caller's tensors itself."""
-    if not async_op:
-        for tensor in tensors:
-            _C.wait(tensor)
-        return None
+def work_of(tensors: list[Tensor]) -> SpreadingWork:
+    """The work of the call, started just now, that writes ``tensors`` itself."""
     return SpreadingWork(tensors, [[t] for t in tensors])
 
 
