@@ -16,6 +16,7 @@ import torch_c10d_ext.functional as F
 from tests.contract import group
 from tests.harness import run
 from torch_c10d_ext import _C
+from torch_c10d_ext._async import pending_count
 
 _wait = torch.ops.c10d_ext.wait_tensor.default
 
@@ -34,6 +35,12 @@ def test_every_op_has_an_entry() -> None:
     # Eager messages are no ops: the backend has the caller's own tensors.
     messages = ["batch_isend_irecv", "wait_message"]
     assert sorted([*_C.ops, *messages]) == sorted(names)
+
+
+def test_every_op_that_writes_its_arguments_has_a_second_one() -> None:
+    names = [name for name in _C.ops if _overload(name)._schema.is_mutable]
+    assert len(names) > 8
+    assert sorted(_C.writes) == sorted(names)
 
 
 def _same_results() -> None:
@@ -189,3 +196,62 @@ def _watched() -> None:
 @pytest.mark.parametrize("size", (1, 2))
 def test_modes_subclasses_and_transforms_see_the_op(size: int) -> None:
     run(size, _watched)
+
+
+def _written() -> None:
+    """Complete on return, or in flight; never a gradient."""
+    n, name = dist.get_world_size(), group()
+    x = torch.arange(3.0, requires_grad=True)
+    want = n * torch.arange(3.0)
+    assert _C.writes["all_reduce_"](False, x, "sum", group_name=name)
+    assert pending_count() == 0 and x.is_leaf and torch.equal(x.detach(), want)
+    y = torch.arange(3.0)
+    assert _C.writes["all_reduce_coalesced_"](True, [y], "sum", name)
+    assert pending_count() == (n > 1)
+    assert torch.equal(_wait(y), want)
+    out = torch.empty(3 * n)
+    assert _C.writes["all_gather_into_tensor_out"](False, want, n, name, out=out)
+    assert pending_count() == 0 and torch.equal(out, want.repeat(n))
+    with pytest.raises(ValueError, match="all_reduce_: reduce_op must be one of"):
+        _C.writes["all_reduce_"](False, x.detach(), "sun", name)
+
+
+def _not_written() -> None:
+    """Whoever else needs to know of the call: it says no, and has done nothing."""
+    x, name = torch.ones(2), group()
+    write = _C.writes["all_reduce_"]
+    with _Functions():
+        assert not write(False, x, "sum", name)
+    with _Ops():
+        assert not write(False, x, "sum", name)
+    with FakeTensorMode() as mode:
+        assert not write(False, mode.from_tensor(x), "sum", name)
+    assert not write(False, x.as_subclass(_Marked), "sum", name)
+    assert not write(False, torch.ones(2, device="meta"), "sum", name)
+    assert not _C.writes["all_reduce_coalesced_"](False, [x, x.as_subclass(_Marked)], "sum", name)
+    said: list[bool] = []
+
+    def function(y: Tensor) -> Tensor:
+        said.append(write(False, y, "sum", name))
+        return y
+
+    torch.func.vmap(function)(x)
+    torch.func.jvp(function, (x,), (x,))
+    with torch.autograd.forward_ad.dual_level():
+        function(torch.autograd.forward_ad.make_dual(x, x))
+    assert said == [False] * 3
+    for arguments in ((x,), (x, "sum", name, 1.0, 2), (x, 7, name), (None, "sum", name)):
+        assert not write(False, *arguments)
+    assert torch.equal(x, torch.ones(2))
+    assert pending_count() == 0
+
+
+@pytest.mark.parametrize("size", (1, 2))
+def test_writes_are_complete_on_return(size: int) -> None:
+    # With the delayed backend nothing is complete by itself.
+    run(size, _written, backend="delayed")
+
+
+@pytest.mark.parametrize("size", (1, 2))
+def test_writes_refuse_what_others_need_to_know(size: int) -> None:
+    run(size, _not_written)

@@ -137,8 +137,9 @@ def all_gather_tensor_inplace(
         gather_dim == 0
         and output_tensor.dim() >= input_tensor.dim()
         and writes_directly(output_tensor, input_tensor)
+        and _write(input_tensor, group_size(name), name, out=output_tensor)
     ):
-        return _write(input_tensor, group_size(name), name, out=output_tensor)
+        return output_tensor
     gathered = all_gather_single(input_tensor, gather_dim, name)
     return output_tensor.copy_(gathered.view(output_tensor.shape))
 

@@ -134,8 +134,8 @@ def all_reduce_inplace(
             "all_reduce_inplace: async_op must be False, got True; use all_reduce"
         )
     name = group if type(group) is str else group_name(group, tag)
-    if writes_directly(tensor, tensor):
-        return _write(tensor, op, name)
+    if writes_directly(tensor, tensor) and _write(tensor, op, name):
+        return tensor
     # The gradient of these needs the values that are overwritten.
     source = tensor.clone() if op.lower() in ("min", "max", "product") else tensor
     return tensor.copy_(all_reduce(source, op, name))

@@ -92,7 +92,8 @@ def all_to_all_inplace(
     name = group if type(group) is str else group_name(group, tag)
     if writes_directly(output, input):
         splits = _splits(input, output_split_sizes, input_split_sizes, name)
-        return _write(input, *splits, name, out=output)
+        if _write(input, *splits, name, out=output):
+            return output
     return output.copy_(all_to_all_single(input, output_split_sizes, input_split_sizes, name))
 
 

@@ -109,8 +109,8 @@ def broadcast_inplace(
     if async_op:
         raise InvalidArgument("broadcast_inplace: async_op must be False, got True; use broadcast")
     name = group if type(group) is str else group_name(group, tag)
-    if writes_directly(tensor, tensor):
-        return _write(tensor, src, name)
+    if writes_directly(tensor, tensor) and _write(tensor, src, name):
+        return tensor
     return tensor.copy_(broadcast(tensor, src, name))
 
 

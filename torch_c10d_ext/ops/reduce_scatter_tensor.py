@@ -170,8 +170,13 @@ def reduce_scatter_tensor_inplace(
             "reduce_scatter_single"
         )
     name = group if type(group) is str else group_name(group, tag)
-    if scatter_dim == 0 and output.dim() == input.dim() and writes_directly(output, input):
-        return _write(input, op, group_size(name), name, out=output)
+    if (
+        scatter_dim == 0
+        and output.dim() == input.dim()
+        and writes_directly(output, input)
+        and _write(input, op, group_size(name), name, out=output)
+    ):
+        return output
     return output.copy_(reduce_scatter_single(input, op, scatter_dim, name))
 
 
