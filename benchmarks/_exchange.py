@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import torch_c10d_ext.distributed as ours
 from benchmarks._ranks import time_calls
 
 # Elements per rank up to which results are compared.
@@ -60,6 +61,7 @@ def _call(collective: str, way: str, x: Tensor) -> tuple[Callable[[], Any], Tens
     if collective == "all_reduce":
         return {
             "dist": lambda: dist.all_reduce(x),
+            "ours": lambda: ours.all_reduce(x),
             "op": lambda: wait(ops.all_reduce_(x, "sum", name)),
             "functional": lambda: wait(ops.all_reduce(x, "sum", name)),
             "deepspeed": lambda: torch.ops.deepspeed.inference_all_reduce_(x),
@@ -67,6 +69,7 @@ def _call(collective: str, way: str, x: Tensor) -> tuple[Callable[[], Any], Tens
     if collective == "broadcast":
         return {
             "dist": lambda: dist.broadcast(x, 0),
+            "ours": lambda: ours.broadcast(x, 0),
             "op": lambda: wait(ops.broadcast_(x, 0, name)),
             "functional": lambda: wait(ops.broadcast(x, 0, name)),
         }[way], None if way == "functional" else x
@@ -75,12 +78,14 @@ def _call(collective: str, way: str, x: Tensor) -> tuple[Callable[[], Any], Tens
     if collective == "all_gather":
         call: dict[str, Callable[[], Any]] = {
             "dist": lambda: dist.all_gather_into_tensor(out, x),
+            "ours": lambda: ours.all_gather_into_tensor(out, x),
             "op": lambda: wait(ops.all_gather_into_tensor_out(x, ranks, name, out=out)),
             "functional": lambda: wait(ops.all_gather_into_tensor(x, ranks, name)),
         }
     elif collective == "reduce_scatter":
         call = {
             "dist": lambda: dist.reduce_scatter_tensor(out, x),
+            "ours": lambda: ours.reduce_scatter_tensor(out, x),
             "op": lambda: wait(ops.reduce_scatter_tensor_out(x, "sum", ranks, name, out=out)),
             "functional": lambda: wait(ops.reduce_scatter_tensor(x, "sum", ranks, name)),
         }
@@ -88,6 +93,7 @@ def _call(collective: str, way: str, x: Tensor) -> tuple[Callable[[], Any], Tens
         even = [count // ranks] * ranks
         call = {
             "dist": lambda: dist.all_to_all_single(out, x),
+            "ours": lambda: ours.all_to_all_single(out, x),
             "op": lambda: wait(ops.all_to_all_single_out(x, even, even, name, out=out)),
             "functional": lambda: wait(ops.all_to_all_single(x, even, even, name)),
         }
@@ -124,16 +130,23 @@ def prepare_many(count: int, size: int, ways: list[str]) -> dict[str, str]:
         for x in ops.all_reduce_coalesced_(xs, "sum", name):
             wait(x)
 
-    def managed() -> None:
-        with dist._coalescing_manager(group):
+    def in_a_block(api: Any) -> None:
+        with api._coalescing_manager(group):
             for x in xs:
-                dist.all_reduce(x, group=group)
+                api.all_reduce(x, group=group)
+
+    def alone(api: Any) -> None:
+        for x in xs:
+            api.all_reduce(x)
 
     calls: dict[str, Callable[[], Any]] = {
-        "one by one": one_by_one,
-        "together": together,
-        "managed": managed,
-        "one tensor": lambda: wait(ops.all_reduce_(whole, "sum", name)),
+        "op, one by one": one_by_one,
+        "op, together": together,
+        "ours, one by one": lambda: alone(ours),
+        "ours, block": lambda: in_a_block(ours),
+        "dist, one by one": lambda: alone(dist),
+        "dist, block": lambda: in_a_block(dist),
+        "one tensor": lambda: ours.all_reduce(whole),
     }
     for way in ways:
         calls[way]()

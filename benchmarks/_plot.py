@@ -14,7 +14,8 @@ from matplotlib import pyplot as plt
 from matplotlib.ticker import FuncFormatter
 
 STYLES: dict[str, dict[str, Any]] = {
-    "shm, op": {"color": "#d62728", "linewidth": 2.2, "marker": "o"},
+    "shm, ours": {"color": "#d62728", "linewidth": 2.2, "marker": "o"},
+    "shm, op": {"color": "#8c564b", "marker": "o"},
     "shm, dist": {"color": "#ff7f0e", "marker": "o"},
     "shm, functional": {"color": "#e377c2", "marker": "o"},
     "gloo": {"color": "#1f77b4", "marker": "s"},

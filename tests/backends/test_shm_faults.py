@@ -19,9 +19,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import torch_c10d_ext.distributed as ours
 from tests.harness import run
 from tests.harness.crew import crew, mark
-import torch_c10d_ext.distributed as ours
 from torch_c10d_ext import errors
 
 BACKEND = "shm"
