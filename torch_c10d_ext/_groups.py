@@ -83,6 +83,8 @@ def group_name(group: Group, tag: str = "") -> str:
 
 def member(op: str, group: Group) -> str | None:
     """The registered name of ``group``; None, with torch's warning, on ranks outside of it."""
+    if group is None and (default := c10d._world.default_pg) is not None:
+        return default.group_name
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         c10d._warn_not_in_group(op)
         return None

@@ -255,6 +255,19 @@ class ShmBackend::Flight final : public shm::Operation {
     split_evenly(request.targets, writable(memory), memory.nbytes());
   }
 
+  // read() and write() of the same tensor.
+  void replace(size_t part, const at::Tensor& t) {
+    if (C10_UNLIKELY(span_ != nullptr || travel_dtype_ || !is_dense(t))) {
+      read(part, t);
+      write(part, t);
+      return;
+    }
+    outputs_.push_back(alias_of(t));
+    const shm::Piece memory{writable(outputs_.back()), t.nbytes()};
+    request.sources[part].push_back(memory);
+    request.targets[part].push_back(memory);
+  }
+
   // Elements are converted to `dtype` to travel.
   void travel_as(c10::ScalarType dtype) {
     travel_dtype_ = dtype;
@@ -1153,8 +1166,12 @@ ShmBackend::WorkPtr ShmBackend::all_reduce(const Call& call, at::TensorList sour
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   auto flight = make(call, shm::Verb::AllReduce, reduction, outs.front().scalar_type());
   for (size_t i = 0; i < outs.size(); ++i) {
-    flight->read(0, sources[i]);
-    flight->write(0, outs[i]);
+    if (sources[i].is_same(outs[i])) {
+      flight->replace(0, outs[i]);
+    } else {
+      flight->read(0, sources[i]);
+      flight->write(0, outs[i]);
+    }
     flight->add_shape(outs[i]);
   }
   return launch(call, std::move(flight));

@@ -31,16 +31,6 @@ class Run:
         self.inputs: list[Tensor] = []
         self.outputs: list[Tensor] = []
 
-    def takes(self, verb: str, input: Tensor, reduction: str, factor: complex | None) -> bool:
-        """Whether one more call fits."""
-        return (
-            self.verb == verb
-            and self.reduction == reduction
-            and self.factor == factor
-            and self.dtype is input.dtype
-            and self.device == input.device
-        )
-
     def start(self, name: str, async_op: bool) -> Any:
         """One call of the backend for all of them; its work where ``async_op`` is set."""
         verb, inputs, outputs = self.verb, self.inputs, self.outputs
@@ -114,8 +104,8 @@ class HeldMessage:
     synchronize = wait
 
 
-# The open blocks by the name of their group.
-_open: dict[str, CoalescingManager] = {}
+# By the name of their group.
+open_blocks: dict[str, CoalescingManager] = {}
 
 
 class CoalescingManager:
@@ -157,16 +147,16 @@ class CoalescingManager:
         self._works: list[Any] = []
 
     def __enter__(self) -> CoalescingManager:  # noqa: PYI034
-        if self._name in _open:
+        if self._name in open_blocks:
             raise InvalidArgument(
                 "coalescing_manager: the group must have no open block, got one inside another "
                 f"for group '{self._name}'"
             )
-        _open[self._name] = self
+        open_blocks[self._name] = self
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        del _open[self._name]
+        del open_blocks[self._name]
         if kind is None:
             with torch.no_grad():
                 self._fire()
@@ -201,10 +191,10 @@ class CoalescingManager:
 
 def hold_messages(name: str, messages: list[_delivery.Message]) -> list[HeldMessage] | None:
     """Keeps messages for the end of the group's block, and gives their works; None: none open."""
-    if name not in _open:
+    if name not in open_blocks:
         return None
     held = [HeldMessage(message) for message in messages]
-    runs = _open[name]._runs
+    runs = open_blocks[name]._runs
     if runs and isinstance(runs[-1], list):
         runs[-1].extend(held)
     else:
@@ -214,8 +204,8 @@ def hold_messages(name: str, messages: list[_delivery.Message]) -> list[HeldMess
 
 def release(name: str) -> None:
     """Starts what the group's block holds back, for a message that cannot be held to follow."""
-    if name in _open:
-        _open[name]._start()
+    if name in open_blocks:
+        open_blocks[name]._start()
 
 
 def hold(
@@ -225,15 +215,19 @@ def hold(
     output: Tensor,
     reduction: str = "",
     factor: complex | None = None,
-) -> bool:
-    """Keeps a call for the end of the group's block; False where none is open."""
-    if name not in _open:
-        return False
-    runs = _open[name]._runs
+) -> None:
+    """Keeps a call for the end of the group's open block."""
+    runs = open_blocks[name]._runs
     run = runs[-1] if runs else None
-    if not isinstance(run, Run) or not run.takes(verb, input, reduction, factor):
+    if (
+        not isinstance(run, Run)
+        or run.verb != verb
+        or run.reduction != reduction
+        or run.factor != factor
+        or run.dtype is not input.dtype
+        or run.device != input.device
+    ):
         run = Run(verb, reduction, factor, input.dtype, input.device)
         runs.append(run)
     run.inputs.append(input)
     run.outputs.append(output)
-    return True

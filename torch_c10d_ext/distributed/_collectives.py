@@ -29,7 +29,9 @@ from torch_c10d_ext._groups import (
     root_of,
     where,
 )
-from torch_c10d_ext.distributed import _coalescing, _delivery
+from torch_c10d_ext.distributed import _delivery
+from torch_c10d_ext.distributed._coalescing import hold as _hold
+from torch_c10d_ext.distributed._coalescing import open_blocks as _open_blocks
 from torch_c10d_ext.errors import InvalidArgument
 
 _ops = torch.ops.c10d_ext
@@ -130,8 +132,8 @@ def all_reduce(tensor: Tensor, op: Any = _SUM, group: Group = None, async_op: bo
         reduce_op = getattr(dist.ReduceOp, op.upper(), op) if isinstance(op, str) else op
         return dist.all_reduce(tensor, reduce_op, process_group(name), async_op)
     reduction, factor = reduction_of(op)
-    if _coalescing.hold(name, "all_reduce", tensor, tensor, reduction, factor):
-        return None
+    if name in _open_blocks:
+        return _hold(name, "all_reduce", tensor, tensor, reduction, factor)
     if not _is_compiling() and _all_reduce_(async_op, tensor, reduction, name, factor=factor):
         return _delivery.work_of([tensor]) if async_op else None
     with torch.no_grad():
@@ -396,8 +398,8 @@ def all_gather_into_tensor(
     _check_same_dtype(verb, output_tensor, input_tensor, name)
     ranks = group_size(name)
     _check_numel(verb, output_tensor, ranks * input_tensor.numel(), "N times the input's", name)
-    if _coalescing.hold(name, "all_gather", input_tensor, output_tensor):
-        return None
+    if name in _open_blocks:
+        return _hold(name, "all_gather", input_tensor, output_tensor)
     if not _is_compiling() and _all_gather_into_tensor_out(
         async_op, input_tensor, ranks, name, out=output_tensor
     ):
@@ -495,8 +497,8 @@ def reduce_scatter_tensor(
     reduction, factor = reduction_of(op)
     # The rows of a rank are one row to the op: any shape of the same elements will do.
     rows = input.reshape(ranks, -1) if input.dim() == 0 or input.shape[0] % ranks else input
-    if _coalescing.hold(name, "reduce_scatter", rows, output, reduction, factor):
-        return None
+    if name in _open_blocks:
+        return _hold(name, "reduce_scatter", rows, output, reduction, factor)
     if not _is_compiling() and _reduce_scatter_tensor_out(
         async_op, rows, reduction, ranks, name, factor=factor, out=output
     ):
