@@ -19,7 +19,7 @@ from tests.harness import run
 DEADLINE = dt.timedelta(seconds=30)
 COMPILERS = ("aot_eager", "inductor")
 # A rank that is not met by the others ends its test.
-MEETING_DEADLINE = 60
+MEETING_DEADLINE = 100
 
 
 class Barrier(Collective):
@@ -198,7 +198,7 @@ def _eager_meets_training() -> None:
         x = torch.arange(3.0).requires_grad_()
         (loss if turn % n == rank else compiled)(x).backward()
         torch.testing.assert_close(x.grad, 2 * x.sin().detach() * x.cos().detach())
-        ours.barrier()
+        dist.all_reduce(torch.ones(1))  # which no barrier meets
     torch._dynamo.reset()
     x = torch.arange(3.0).requires_grad_()
     fresh = torch.compile(loss, fullgraph=True)
