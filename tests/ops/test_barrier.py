@@ -4,6 +4,7 @@ import datetime as dt
 import itertools
 import time
 from collections.abc import Callable, Iterable
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch_c10d_ext.distributed as ours
 import torch_c10d_ext.functional as F
 from tests.contract import FUNCTIONAL, ODD_SHAPES, Bad, Case, Collective, Contract, group, wait
 from tests.harness import run
+from torch_c10d_ext._groups import barrier_device
 
 DEADLINE = dt.timedelta(seconds=30)
 COMPILERS = ("aot_eager", "inductor")
@@ -183,22 +185,25 @@ def test_eager_meets_compiled(compiler: str, backend: str) -> None:
     run(3, _eager_meets_compiled, compiler, backend=backend, deadline=MEETING_DEADLINE)
 
 
-def _eager_meets_training() -> None:
+def _eager_meets_training(compiler: str) -> None:
     """With gradients other compiler passes run, that could merge, drop or repeat a barrier."""
     n, rank = dist.get_world_size(), dist.get_rank()
 
     def loss(x: Tensor) -> Tensor:
         y = x.sin()
-        ours.barrier()
-        ours.barrier()
+        if compiler == "inductor":  # torch's default partitioner repeats what nobody uses
+            ours.barrier()
+            ours.barrier()
         return (y * F.barrier(y, None)).sum()
 
-    compiled = torch.compile(loss, fullgraph=True)
+    compiled = torch.compile(loss, backend=compiler, fullgraph=True)
     for turn in range(4):
         x = torch.arange(3.0).requires_grad_()
         (loss if turn % n == rank else compiled)(x).backward()
         torch.testing.assert_close(x.grad, 2 * x.sin().detach() * x.cos().detach())
         dist.all_reduce(torch.ones(1))  # which no barrier meets
+    if compiler != "inductor":
+        return
     torch._dynamo.reset()
     x = torch.arange(3.0).requires_grad_()
     fresh = torch.compile(loss, fullgraph=True)
@@ -208,8 +213,41 @@ def _eager_meets_training() -> None:
 
 
 @pytest.mark.parametrize("backend", ("gloo", "shm"))
-def test_eager_meets_training(backend: str) -> None:
-    run(2, _eager_meets_training, backend=backend, deadline=MEETING_DEADLINE)
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_eager_meets_training(compiler: str, backend: str) -> None:
+    run(2, _eager_meets_training, compiler, backend=backend, deadline=MEETING_DEADLINE)
+
+
+def _torchs_device() -> None:
+    """A traced barrier is sent where torch's is: to the device that the group is bound to."""
+    world = dist.group.WORLD
+    assert world is not None
+    assert barrier_device(group(), None) == "cpu"
+    try:
+        world.bound_device_id = torch.device("cuda", 1)
+        assert barrier_device(group(), None) == "cuda:1"
+        cuda = torch.device("cuda")
+        with mock.patch("torch.accelerator.current_accelerator", return_value=cuda):
+            assert barrier_device(group(), [3]) == "cuda:3"
+    finally:
+        world.bound_device_id = None
+
+
+def test_meets_on_torchs_device() -> None:
+    run(1, _torchs_device)
+
+
+def _in_a_coalescing_block() -> None:
+    """The block holds torch's calls back, but not an op, which may be waited for within."""
+    x = torch.ones(2)
+    with dist._coalescing_manager(device=torch.device("cpu")):
+        wait(torch.ops.c10d_ext.barrier(x, group()))
+        dist.all_reduce(x)
+    assert torch.equal(x, torch.full((2,), 2.0))
+
+
+def test_starts_at_once_in_a_coalescing_block() -> None:
+    run(2, _in_a_coalescing_block, backend="shm", deadline=MEETING_DEADLINE)
 
 
 # --- derivatives ---------------------------------------------------------------------------------
