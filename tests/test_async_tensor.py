@@ -652,6 +652,7 @@ def _python_objects_outlive_nothing() -> list[str]:
         "gather": lambda x: F.gather(x, 0, g),
         "scatter": lambda x: F.scatter(x, 0, g),
         "permute_tensor": lambda x: F.permute_tensor(x, [(m + 1) % n for m in range(n)], g),
+        "barrier": lambda x: F.barrier(x, g),
     }
     for name, call in calls.items():
         x = torch.arange(4.0 * n * n).view(2 * n, 2 * n) + rank

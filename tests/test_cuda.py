@@ -32,6 +32,7 @@ MODULES = [
         "gather",
         "scatter",
         "permute_tensor",
+        "barrier",
         "all_gather",
         "reduce_scatter",
     )
@@ -186,6 +187,7 @@ def _capture_and_replay() -> None:
     def step(x: Tensor) -> Tensor:
         y = wait(torch.ops.c10d_ext.all_reduce(x * 2, "sum", group()))
         z = wait(torch.ops.c10d_ext.all_gather_into_tensor(y, 1, group()))
+        z = wait(torch.ops.c10d_ext.barrier(z, group()))
         return wait(torch.ops.c10d_ext.reduce_scatter_tensor(z, "avg", 1, group())) + 1
 
     side = torch.cuda.Stream()

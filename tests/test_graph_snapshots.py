@@ -37,6 +37,15 @@ def _text(graph: torch.fx.Graph) -> str:
     return text.replace(", pin_memory=False", "")
 
 
+def _barriers(x: Tensor) -> Tensor:
+    ours.all_reduce(x)
+    ours.barrier()
+    work = ours.barrier(async_op=True)
+    ours.all_reduce(x)
+    work.wait()
+    return x * 2
+
+
 def _graphs() -> dict[str, str]:
     n, rank, found = dist.get_world_size(), dist.get_rank(), {}
     graphs: list[str] = []
@@ -46,13 +55,15 @@ def _graphs() -> dict[str, str]:
         return gm.forward
 
     backend = torch._dynamo.backends.common.aot_autograd(fw_compiler=keep)
-    for name in [*COLLECTIVES, "barrier", "all_reduce async"]:
+    for name in [*COLLECTIVES, "barrier", "barriers", "all_reduce async"]:
         torch._dynamo.reset()
         graphs.clear()
         if name == "barrier":
             torch.compile(lambda x: (ours.barrier(), x * 2)[1], backend=backend, fullgraph=True)(
                 torch.ones(2)
             )
+        elif name == "barriers":
+            torch.compile(_barriers, backend=backend, fullgraph=True)(torch.ones(2))
         else:
             verb = BY_NAME[name.removesuffix(" async")]
             how = How(root=1, async_op=name.endswith("async"), api=ours)
@@ -475,11 +486,34 @@ return (copy, mul, mul_1)
         self.expect(
             "barrier",
             """\
-zeros = aten.zeros.default([1], device=cpu)
-all_reduce = c10d_ext.all_reduce.default(zeros, sum, 0)
-wait_tensor = _c10d_functional.wait_tensor.default(all_reduce)
+empty = aten.empty.memory_format([1], device=cpu)
+barrier = c10d_ext.barrier.default(empty, 0)
+wait_tensor = _c10d_functional.wait_tensor.default(barrier)
 mul = aten.mul.Tensor(arg0_1, 2)
 return (mul,)
+""",
+        )
+
+    def test_barriers(self) -> None:
+        self.expect(
+            "barriers",
+            """\
+all_reduce = c10d_ext.all_reduce.default(arg0_1, sum, 0)
+wait_tensor = _c10d_functional.wait_tensor.default(all_reduce)
+view = aten.view.default(wait_tensor, [2])
+copy = aten.copy.default(arg0_1, view)
+empty = aten.empty.memory_format([1], device=cpu)
+barrier = c10d_ext.barrier.default(empty, 0)
+wait_tensor_1 = _c10d_functional.wait_tensor.default(barrier)
+empty_1 = aten.empty.memory_format([1], device=cpu)
+barrier_1 = c10d_ext.barrier.default(empty_1, 0)
+all_reduce_1 = c10d_ext.all_reduce.default(copy, sum, 0)
+wait_tensor_2 = _c10d_functional.wait_tensor.default(all_reduce_1)
+view_1 = aten.view.default(wait_tensor_2, [2])
+copy_1 = aten.copy.default(copy, view_1)
+wait_tensor_3 = _c10d_functional.wait_tensor.default(barrier_1)
+mul = aten.mul.Tensor(copy_1, 2)
+return (copy_1, mul)
 """,
         )
 

@@ -450,6 +450,7 @@ def _gradients() -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
     yield "gather", lambda x: F.gather(x, 0, g)
     yield "scatter", lambda x: F.scatter(x, 0, g)
     yield "permute_tensor", lambda x: F.permute_tensor(x, [*range(1, n), 0], g)
+    yield "barrier", lambda x: F.barrier(x, g)
     yield "copy_to_group", lambda x: F.copy_to_group(x, g)
     yield "reduce_from_group", lambda x: F.reduce_from_group(x, g)
     yield "coalesced", lambda x: torch.cat(F.all_reduce_coalesced([x, x * x], "sum", g))

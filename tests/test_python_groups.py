@@ -92,6 +92,26 @@ def test_says_so_where_a_work_has_no_future() -> None:
     run(2, _work_without_a_future, backend="delayed")
 
 
+def _barriers() -> None:
+    """Its own where it has one, else an all_reduce."""
+    world = dist.group.WORLD
+    assert isinstance(world, PythonGroup)
+    before = len(world.calls)
+    x = torch.arange(3.0) + dist.get_rank()
+    assert torch.equal(F.barrier(x, None) + 0, x)
+    barrier = PythonGroup.barrier
+    try:
+        del PythonGroup.barrier
+        assert torch.equal(F.barrier(x, None) + 0, x)
+    finally:
+        PythonGroup.barrier = barrier  # type: ignore[method-assign]
+    assert world.calls[before:] == ["barrier", "allreduce"]
+
+
+def test_a_barrier_is_made_where_there_is_none() -> None:
+    run(2, _barriers, backend="python")
+
+
 class _Bare(dist.ProcessGroup):
     """Can do nothing."""
 
@@ -108,6 +128,7 @@ def _bare_group() -> None:
             lambda: F.all_reduce(torch.ones(2), "sum", "bare"),
             lambda: F.gather(torch.ones(2), 0, "bare"),
             lambda: F.broadcast(torch.ones(2), 0, "bare"),
+            lambda: F.barrier(torch.ones(2), "bare"),
         ):
             with pytest.raises(ValueError, match=f"must define allreduce, broadcast and .*{here}"):
                 call()

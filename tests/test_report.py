@@ -128,6 +128,7 @@ def _expected_bytes() -> dict[str, tuple[Call, float]]:
         "gather": (lambda x: ops.gather(x, 1, tp), 896),
         "scatter": (lambda x: ops.scatter(x[:0], 1, tp, size=2), 224),
         "permute_tensor": (lambda x: ops.permute_tensor(x, RING, tp), 128),
+        "barrier": (lambda x: ops.barrier(x, tp), 0),
         # 160 bytes leave, 128 arrive.
         "batch_isend_irecv": (
             lambda x: ops.batch_isend_irecv(

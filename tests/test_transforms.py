@@ -194,6 +194,7 @@ def steps(n: int) -> dict[str, Step]:
             lambda xs: [xs[r - 1] for r in range(n)],
             alike((2,)),
         ),
+        "barrier": Step(lambda x: F.barrier(x, None), list, alike((2,))),
         "scatter": Step(
             lambda x: F.scatter(x, 0, None), lambda xs: list(xs[0].chunk(n)), alike((n,))
         ),

@@ -202,6 +202,15 @@ def device_of(name: str) -> str:
     return "cpu" if "cpu" in kinds or not kinds else kinds[0]
 
 
+def barrier_device(name: str, device_ids: list[int] | None) -> str:
+    """Where ``torch.distributed.barrier`` communicates, whose ranks a traced barrier must meet."""
+    accelerator = torch.accelerator.current_accelerator()
+    if device_ids and accelerator is not None:
+        return f"{accelerator.type}:{device_ids[0]}"
+    bound = c10d._resolve_process_group(name).bound_device_id
+    return device_of(name) if bound is None else str(bound)
+
+
 def world_ranks(name: str) -> list[int]:
     """The ranks of a group, as ranks of the world."""
     return dist.get_process_group_ranks(c10d._resolve_process_group(name))
@@ -292,4 +301,5 @@ where._dynamo_marked_constant = True  # type: ignore[attr-defined]
 group_rank._dynamo_marked_constant = True  # type: ignore[attr-defined]
 world_ranks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 device_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+barrier_device._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _reduction_with_factor._dynamo_marked_constant = True  # type: ignore[attr-defined]

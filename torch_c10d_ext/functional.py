@@ -31,6 +31,7 @@ from torch_c10d_ext.ops.all_to_all_single import (
     all_to_all_single,
     all_to_all_single_autograd,
 )
+from torch_c10d_ext.ops.barrier import barrier
 from torch_c10d_ext.ops.batch_isend_irecv import batch_isend_irecv
 from torch_c10d_ext.ops.broadcast import broadcast, broadcast_coalesced, broadcast_inplace
 from torch_c10d_ext.ops.copy_to_group import copy_to_group
@@ -71,6 +72,7 @@ __all__ = [
     "all_to_all_single",
     "all_to_all_single_autograd",
     "allow_inflight_collective_as_graph_input_ctx",
+    "barrier",
     "batch_isend_irecv",
     "broadcast",
     "broadcast_coalesced",

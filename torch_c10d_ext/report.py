@@ -260,6 +260,7 @@ def communication_report(
     ``gather``                            (n - 1) B
     ``scatter``                           n - 1 times the result
     ``permute_tensor``                    B, or 0 where every rank keeps its own
+    ``barrier``                           0: its latency alone
     ``isend``, ``irecv``                  B
     a batch of them                       what is sent, or received: the larger
     in place, ``out``, lists              as the op, summed over the list
@@ -515,6 +516,8 @@ def _wire(call: _Call, sizes: _Sizes, result: Any, group: str) -> Any:
     values = [_value(node) for node in call.inputs]
     b, out = sizes.bytes_of(values), sizes.bytes_of(result)
     share = sympy.Rational(n - 1, n)
+    if call.op == "barrier":
+        return sympy.Integer(0)
     op = call.op.removesuffix("_").removesuffix("_coalesced").removesuffix("_out")
     if op in ("all_reduce", "reduce_from_group"):
         return 2 * share * b

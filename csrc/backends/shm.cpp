@@ -1436,6 +1436,11 @@ ShmBackend::WorkPtr ShmBackend::start_scatter(string_view op, const at::Tensor& 
   return launch(call, std::move(flight));
 }
 
+ShmBackend::WorkPtr ShmBackend::start_barrier(string_view op) {
+  const Call call{op, c10d::OpType::BARRIER};
+  return launch(call, make(call, shm::Verb::Barrier));
+}
+
 // --- c10d's verbs
 // ---------------------------------------------------------------------------------
 

@@ -95,6 +95,7 @@ class ShmBackend final : public c10d::Backend {
                        int64_t root);
   WorkPtr start_scatter(std::string_view op, const at::Tensor& source, const at::Tensor& out,
                         int64_t root);
+  WorkPtr start_barrier(std::string_view op);
 
   // --- c10d::Backend ----------------------------------------------------------------------------
 

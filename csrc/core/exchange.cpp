@@ -166,6 +166,11 @@ class Channel {
   bool has_coalesced() const {
     return nccl_ || complete_;
   }
+  // The wait for nccl's blocks the host, which no capture allows. It is an all_reduce of one float,
+  // with or without the name.
+  bool has_barrier() const {
+    return !nccl_ || may_query_device();
+  }
 
   // Messages of any dtype and strides.
   bool has_any_message() const {
@@ -512,6 +517,28 @@ Started reduce_scatter(const Channel& channel, const at::Tensor& source, const a
                   decode_later(pairs ? wire.view({-1, 2}) : wire, plan, out, divide ? ranks : 1));
   }
   return {work, std::move(finish)};
+}
+
+// The verb that torch.distributed.barrier calls, so that the ranks that call that are met.
+Started barrier(const Channel& channel, const at::Device& device) {
+  if (channel.has_barrier()) {
+    c10d::BarrierOptions options;
+    options.device = device;
+    if (device.has_index()) {
+      options.device_ids = {device.index()};
+    }
+    try {
+      return {channel.start([&](auto& backend) { return backend.barrier(options); }), Finish()};
+    } catch (const InvalidArgument&) {
+      if (channel.has_rooted()) {
+        throw;
+      }
+      // A process group written in Python that does not define it.
+    }
+  }
+  Tensors token{at::zeros({1}, at::dtype(at::kFloat).device(device))};
+  WorkPtr work = channel.start([&](auto& backend) { return backend.allreduce(token); });
+  return {work, channel.keep(token[0])};
 }
 
 // The values of several tensors of one dtype, one after the other.
@@ -1043,6 +1070,23 @@ void start_scatter(std::string_view op, const Group& group, const at::Tensor& so
   WorkPtr work =
       channel.start([&](auto& backend) { return backend.scatter(received, lists, options); });
   channel.attach(out, {work, std::move(finish)});
+}
+
+void start_barrier(std::string_view op, const Group& group, const at::Tensor& source,
+                   const at::Tensor& out) {
+  if (out.is_meta()) {
+    return;
+  }
+  out.copy_(source);
+  if (is_alone(group)) {
+    return;
+  }
+  if (auto* shm = shm_of(group, out)) {
+    attach_started(op, group, out, shm->start_barrier(op));
+    return;
+  }
+  const Channel channel(op, group, out);
+  channel.attach(out, barrier(channel, out.device()));
 }
 
 std::vector<WorkPtr> start_messages(std::string_view op, const Group& group,

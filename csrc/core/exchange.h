@@ -67,4 +67,9 @@ void start_gather(std::string_view op, const Group& group, const at::Tensor& sou
 void start_scatter(std::string_view op, const Group& group, const at::Tensor& source,
                    const at::Tensor& out, int64_t src);
 
+// Each rank's `out` gets its own `source`, which nobody else sees: shapes may differ between ranks,
+// and a rank meets the others with an empty tensor, too.
+void start_barrier(std::string_view op, const Group& group, const at::Tensor& source,
+                   const at::Tensor& out);
+
 }  // namespace c10d_ext

@@ -483,15 +483,6 @@ size_t Registry::size() const {
   return works_.size();
 }
 
-bool may_query_device() {
-#ifdef C10D_EXT_WITH_CUDA
-  // Asking an event for its state would invalidate a CUDA graph under capture.
-  return c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None;
-#else
-  return false;
-#endif
-}
-
 // The works this thread started: c10d's table is per thread, so only this thread can clear its own.
 class StartedHere {
  public:
@@ -596,6 +587,15 @@ void enlist(PendingWorkPtr work, at::TensorList outputs) {
 }
 
 }  // namespace
+
+bool may_query_device() {
+#ifdef C10D_EXT_WITH_CUDA
+  // Asking an event for its state would invalidate a CUDA graph under capture.
+  return c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None;
+#else
+  return false;
+#endif
+}
 
 bool subscribe_to_future(c10d::Work& work, std::function<void(std::exception_ptr)> over) {
   work.getFuture()->addCallback([over = std::move(over)](c10::ivalue::Future& future) {

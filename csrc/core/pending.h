@@ -75,6 +75,10 @@ c10::intrusive_ptr<c10d::Work> started_work_of(const at::Tensor& t);
 // The class of these works in Python.
 void bind_works(pybind11::module_& m);
 
+// False while this thread's current stream is captured into a CUDA graph, and in a build without
+// CUDA.
+bool may_query_device();
+
 // Works attached, and messages, neither completed nor waited for.
 size_t pending_count();
 

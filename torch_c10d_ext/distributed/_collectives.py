@@ -18,8 +18,8 @@ from torch import Tensor
 from torch_c10d_ext import _C
 from torch_c10d_ext._groups import (
     Group,
+    barrier_device,
     cpu_backend,
-    device_of,
     group_rank,
     group_size,
     member,
@@ -743,9 +743,11 @@ def barrier(
 ) -> Any:
     """Returns when every rank of a group has called it.
 
+    Ranks that trace it and ranks that call it, or torch's, in eager meet.
+
     Args:
         group, async_op: as for :func:`all_reduce`.
-        device_ids: nccl's device, in eager.
+        device_ids: nccl's device.
         timeout: of this call alone, in eager; in a graph the group's own counts.
 
     Returns:
@@ -761,8 +763,7 @@ def barrier(
 
         barrier()
 
-    Source: csrc/ops/all_reduce.cpp: in a graph it is an all_reduce of one element, which keeps its
-    place among the collectives.
+    Source: csrc/ops/barrier.cpp
     """
     if not torch.compiler.is_compiling():
         more = {} if timeout is None else {"timeout": timeout}
@@ -770,8 +771,9 @@ def barrier(
     name = member("barrier", group)
     if name is None:
         return None
-    token = torch.zeros(1, device=device_of(name))
-    return _delivery.spread([_ops.all_reduce(token, "sum", name)], [[]], async_op)
+    # Uninitialized, or a compiler may take two barriers, being equal, for one.
+    token = torch.empty(1, device=barrier_device(name, device_ids))
+    return _delivery.spread([_ops.barrier(token, name)], [[]], async_op)
 
 
 def monitored_barrier(
