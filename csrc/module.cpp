@@ -14,6 +14,7 @@
 #include "core/failure.h"
 #include "core/group.h"
 #include "core/messages.h"
+#include "core/older_vmap.h"
 #include "core/pending.h"
 #include "core/wrapper.h"
 #include "lazy/lazy.h"
@@ -30,9 +31,9 @@ enum Delivery : int64_t {
 
 // Whether a mode, a transform or a tensor subclass sees the calls on `t`.
 bool is_intercepted(const at::Tensor& t) {
-  constexpr c10::DispatchKeySet special({c10::DispatchKey::Python,
-                                         c10::DispatchKey::FuncTorchGradWrapper,
-                                         c10::DispatchKey::FuncTorchBatched});
+  constexpr c10::DispatchKeySet special(
+      {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchGradWrapper,
+       c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Batched});
   constexpr c10::DispatchKeySet modes({c10::DispatchKey::Python, c10::DispatchKey::PythonDispatcher,
                                        c10::DispatchKey::FuncTorchDynamicLayerFrontMode});
   return t.key_set().has_any(special) ||
@@ -142,6 +143,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("start_reduce_scatter_block", &start_reduce_scatter_block,
         pybind11::call_guard<pybind11::gil_scoped_release>());
+  m.def("peel_batch", &peel_batch);
+  m.def("add_batch", &add_batch);
   m.def("sweep", &sweep, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("pending_count", &pending_count);
   m.def("group_size",
