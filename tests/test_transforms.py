@@ -814,6 +814,9 @@ def _batches_in_flight() -> None:
     hooks: dict[str, Callable[[Tensor], Tensor]] = {
         "all_reduce": lambda g: F.all_reduce(g, "sum", None),
         "written in place": lambda g: F.all_reduce_inplace(g * 1, "sum", None),
+        "another dimension": lambda g: F.reduce_scatter_single(
+            F.all_gather_single(g[None], 1, None), "sum", 1, None
+        )[0],
         "in a list": lambda g: F.all_reduce_coalesced([alone, g], "sum", None)[1],
     }
     for name, hook in hooks.items():
