@@ -15,6 +15,7 @@
 #include "core/failure.h"
 #include "core/group.h"
 #include "core/messages.h"
+#include "core/older_vmap.h"
 #include "core/pending.h"
 #include "core/wrapper.h"
 #include "lazy/lazy.h"
@@ -171,6 +172,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("write_reduce_scatter_block", &write_reduce_scatter_block,
         pybind11::call_guard<pybind11::gil_scoped_release>());
+  m.def("peel_batch", &peel_batch);
+  m.def("add_batch", &add_batch);
   m.def("sweep", &sweep, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("pending_count", &pending_count);
   m.def("group_size",

@@ -17,6 +17,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,6 +29,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
+from torch._vmap_internals import _vmap
+from torch.autograd.functional import hessian as autograd_hessian
+from torch.autograd.functional import jacobian
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -36,6 +40,7 @@ from tests.contract import Report, Shape, calls_in, group, places, smooth_values
 from tests.harness import run, values
 from tests.harness.flight import in_flight
 from tests.harness.values import reduce_reference
+from torch_c10d_ext import AsyncCollectiveTensor
 
 # --- one function of all ranks -------------------------------------------------------------------
 
@@ -419,6 +424,11 @@ def check_vmap() -> Any:
             _compare(report, f"{name}: nested", vmap(vmap(f))(*twice), _stacked(rows))
             across = vmap(vmap(f), in_dims=1, out_dims=1)(*twice)
             _compare(report, f"{name}: nested, inner batch first", across, _stacked(rows))
+        with report.attempt(f"{name}: older vmap"):
+            # What a hook or a custom backward meets under is_grads_batched.
+            _compare(report, f"{name}: older vmap", _vmap(f)(*batch), want)
+            across = _vmap(_vmap(f), in_dims=1, out_dims=1)(*twice)
+            _compare(report, f"{name}: older vmap, nested", across, _stacked(rows))
         with report.attempt(f"{name}: gradients"):
             every = tuple(range(len(batch)))
             singly = _stacked([grad(_loss(whole), every)(*xs) for xs in slices])
@@ -475,18 +485,111 @@ def check_counts() -> Any:
         def push(*xs: Tensor, local: Any = local) -> Any:
             return jvp(local, xs, xs)
 
+        def backward(*xs: Tensor, local: Any = local, batch: Shape = ()) -> None:
+            leaves = [x.clone().requires_grad_() for x in xs]
+            ys = local(*leaves)
+            gs = [y.new_ones((*batch, *y.shape)) for y in ys]
+            torch.autograd.grad(ys, leaves, gs, is_grads_batched=bool(batch))
+
+        def pushed(*xs: Tensor, local: Any = local) -> Any:
+            return jacobian(local, xs, vectorize=True, strategy="forward-mode")
+
         for what, one, many in (
+            (
+                "is_grads_batched",
+                _started(backward, *mine),
+                _started(partial(backward, batch=(3,)), *mine),
+            ),
             ("vmap", _started(local, *mine), _started(vmap(local), *batch)),
             ("nested vmap", _started(local, *mine), _started(vmap(vmap(local)), *twice)),
             ("vmap of vjp", _started(pull, *mine), _started(vmap(pull), *batch)),
             ("vmap of jvp", _started(push, *mine), _started(vmap(push), *batch)),
             # One basis vector per element: ranks with inputs of other sizes would disagree.
-            ("jacfwd", _started(push, *mine), _started(jacfwd(local, every), *mine))
-            if all(len(set(shapes)) == 1 for shapes in step.shapes)
-            else ("", [], []),
+            *(
+                (
+                    ("jacfwd", _started(push, *mine), _started(jacfwd(local, every), *mine)),
+                    ("jacobian, forward mode", _started(push, *mine), _started(pushed, *mine)),
+                )
+                if all(len(set(shapes)) == 1 for shapes in step.shapes)
+                else ()
+            ),
         ):
             report.expect(f"{name}: {what}", "" if one == many else f"{many}, one slice {one}")
         report.expect(f"{name}: starts one", "" if len(_started(local, *mine)) == 1 else "more")
+    return report.result()
+
+
+# --- batches of torch.autograd --------------------------------------------------------------------
+
+
+def _grads(
+    ys: Sequence[Tensor], xs: list[Tensor], cotangents: Sequence[Tensor], batched: bool
+) -> list[Tensor]:
+    """Gradients of ys for a batch of cotangents: at once, or one after the other."""
+    if not batched:
+        every = [_pull(ys, xs, each) for each in zip(*cotangents, strict=True)]
+        return _stacked(every)
+    return _pull(ys, xs, cotangents, is_grads_batched=True)
+
+
+def _pull(
+    ys: Sequence[Tensor], xs: list[Tensor], cotangents: Sequence[Tensor], **kwargs: bool
+) -> list[Tensor]:
+    pairs = [(y, c) for y, c in zip(ys, cotangents, strict=True) if y.requires_grad]
+    roots, kept = zip(*pairs, strict=True)
+    gs = torch.autograd.grad(roots, xs, kept, create_graph=True, allow_unused=True, **kwargs)
+    batch = cotangents[0].shape[: cotangents[0].dim() - ys[0].dim()]
+    return [
+        x.new_zeros((*batch, *x.shape)) if g is None else g for g, x in zip(gs, xs, strict=True)
+    ]
+
+
+def batched_derivatives(f: Whole, xs: list[Tensor], batched: bool) -> Iterator[tuple[str, Any]]:
+    """Derivatives as torch.autograd batches them, or, for comparison, one after the other."""
+    xs = [x.clone().requires_grad_() for x in xs]
+    ys = [y.sin() for y in f(*xs)]
+
+    def cotangents(*batch: int) -> list[Tensor]:
+        return [smooth_values((*batch, *y.shape), y.dtype, i) for i, y in enumerate(ys)]
+
+    twice = cotangents(2, 3)
+    if batched:
+        nested = _vmap(lambda *gs: tuple(_grads(ys, xs, gs, batched)))(*twice)
+    else:
+        nested = _stacked([_grads(ys, xs, gs, batched) for gs in zip(*twice, strict=True)])
+    yield "is_grads_batched, nested", nested
+    for i in range(2):
+        ys = _grads(ys, xs, cotangents(3), batched)
+        yield f"is_grads_batched {i + 1}", ys
+    if xs[0].is_complex():
+        return
+    at, loss = tuple(x.detach() for x in xs), _loss(f)
+    if not batched:
+        every = tuple(range(len(xs)))
+        yield from (("jacobian", jacrev(f, every)(*at)) for _ in range(3))
+        yield from (("hessian", hessian(loss, every)(*at)) for _ in range(2))
+        return
+    yield "jacobian", jacobian(f, at, vectorize=True)
+    yield "jacobian, create_graph", jacobian(f, at, create_graph=True, vectorize=True)
+    yield "jacobian, forward mode", jacobian(f, at, vectorize=True, strategy="forward-mode")
+    for outer in ("reverse-mode", "forward-mode"):
+        yield (
+            f"hessian, {outer}",
+            autograd_hessian(loss, at, vectorize=True, outer_jacobian_strategy=outer),
+        )
+
+
+def check_batched_derivatives() -> Any:
+    """What torch.autograd batches is the loop of one process; a quarter of the steps at a time."""
+    n, report = dist.get_world_size(), Report()
+    for name, step in list(steps(n).items())[n % 4 :: 4]:
+        xs, f, whole = step.inputs(), step.distributed(), step.without_communication
+        wanted = list(batched_derivatives(whole, xs, batched=False))
+        with report.attempt(name):
+            for (what, got), (_, want) in zip(
+                batched_derivatives(f, xs, batched=True), wanted, strict=True
+            ):
+                _compare(report, f"{name}: {what}", got, want)
     return report.result()
 
 
@@ -494,26 +597,24 @@ def check_counts() -> Any:
 
 
 def check_finite_differences() -> Any:
-    """torch's gradcheck and gradgradcheck, all ranks moving the same element at once.
-
-    Not in batches: theirs are those of an older vmap.
-    """
+    """torch's gradcheck and gradgradcheck, all ranks moving the same element at once."""
     n, report = dist.get_world_size(), Report()
     smooth = [(name, step) for name, step in steps(n).items() if not step.ties]
     for name, step in smooth[n % 4 :: 4]:  # others at each world size, all of them in the end
         xs = [x.requires_grad_() for x in step.inputs()]
         f = step.distributed()
         with report.attempt(f"{name}: gradcheck"):
+            torch.manual_seed(5)  # of the cotangents and tangents that it makes up
             done = torch.autograd.gradcheck(
                 f,
                 xs,
                 check_forward_ad=True,
-                check_batched_grad=False,
-                check_batched_forward_grad=False,
+                check_batched_grad=True,
+                check_batched_forward_grad=True,
             )
             report.expect(f"{name}: gradcheck", not done)
         with report.attempt(f"{name}: gradgradcheck"):
-            torch.manual_seed(5)  # of the cotangents that it makes up
+            torch.manual_seed(5)
             done = torch.autograd.gradgradcheck(
                 f, xs, check_fwd_over_rev=True, check_rev_over_rev=True, fast_mode=True
             )
@@ -693,6 +794,72 @@ def _randomness(randomness: str) -> None:
     assert torch.equal(noisy[0], noisy[1]) == (randomness == "same")
 
 
+def _batches_in_flight() -> None:
+    """A batch of cotangents in flight, and collectives that a hook calls on it."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    batches = [smooth_values((3, 2), torch.float64, r) for r in range(n)]
+    total = torch.stack(batches).sum(0)
+
+    def grads(hook: Callable[[Tensor], Tensor]) -> Tensor:
+        x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+        y = 2 * x
+        y.register_hook(hook)
+        with in_flight() as gate:
+            cotangents = F.all_reduce(batches[rank], "sum", None)
+            assert rank > 0 or isinstance(cotangents, AsyncCollectiveTensor)
+            gate.open_after(0.05)
+            (g,) = torch.autograd.grad(y, x, cotangents, is_grads_batched=True)
+        return g
+
+    alone = torch.ones(2, dtype=torch.float64)
+    hooks: dict[str, Callable[[Tensor], Tensor]] = {
+        "all_reduce": lambda g: F.all_reduce(g, "sum", None),
+        "written in place": lambda g: F.all_reduce_inplace(g * 1, "sum", None),
+        "another dimension": lambda g: F.reduce_scatter_single(
+            F.all_gather_single(g[None], 1, None), "sum", 1, None
+        )[0],
+        "in a list": lambda g: F.all_reduce_coalesced([alone, g], "sum", None)[1],
+    }
+    for name, hook in hooks.items():
+        assert torch.allclose(grads(hook), 2 * n * total), name
+
+
+def _levels_of_a_list() -> None:
+    """A list of tensors batched by both vmaps, the outer one, the inner one, and neither."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    every = [
+        [smooth_values(shape, torch.float64, r) for shape in ((2, 3, 4), (2, 1, 4), (3, 4), (4,))]
+        for r in range(n)
+    ]
+    both, outer, inner, alone = every[rank]
+    of_all_ranks = [torch.stack([x.expand(2, 3, 4) for x in xs]) for xs in zip(*every, strict=True)]
+    ops = torch.ops.c10d_ext
+    calls: list[tuple[Callable[[list[Tensor]], list[Tensor]], Callable[[Tensor], Tensor]]] = [
+        (lambda xs: ops.all_reduce_coalesced(xs, "sum", group()), lambda x: x.sum(0)),
+        (
+            lambda xs: ops.all_gather_into_tensor_coalesced(xs, n, group()),
+            lambda x: torch.cat(list(x), -1),
+        ),
+    ]
+    for call, whole in calls:
+
+        def local(*xs: Tensor, call: Any = call) -> tuple[Tensor, ...]:
+            return tuple(wait(y) for y in call([*xs, alone]))
+
+        def nested(both: Tensor, outer: Tensor, local: Any = local) -> tuple[Tensor, ...]:
+            return _vmap(local, (0, None, 0))(both, outer, inner)
+
+        got = _vmap(nested)(both, outer.squeeze(1))
+        for y, xs in zip(got, of_all_ranks, strict=True):
+            assert torch.allclose(y, whole(xs)), call
+
+
+def _refused_in_batches() -> None:
+    out, batch = torch.empty(2), torch.ones(3, 2)
+    with pytest.raises(RuntimeError, match="all_reduce_out.*doesn't work on out="):
+        _vmap(lambda x: torch.ops.c10d_ext.all_reduce_out(x, "sum", group(), out=out))(batch)
+
+
 # --- without gradients ---------------------------------------------------------------------------
 
 
@@ -825,6 +992,11 @@ def test_finite_differences(backend: str, size: int) -> None:
 
 
 @places(gloo=(1, 2), shm=(3, 4))
+def test_batches_of_autograd(backend: str, size: int) -> None:
+    verify(size, check_batched_derivatives, backend=backend, deadline=200)
+
+
+@places(gloo=(1, 2), shm=(3, 4))
 def test_vmap(backend: str, size: int) -> None:
     verify(size, check_vmap, backend=backend, deadline=200)
 
@@ -875,6 +1047,18 @@ def test_compositions(moves: list[Move], place: tuple[str, int]) -> None:
 
 def test_derivatives_wait_for_what_they_read() -> None:
     run(2, _derivative_of_what_nobody_waited_for)
+
+
+def test_a_batch_of_cotangents_may_be_in_flight() -> None:
+    run(2, _batches_in_flight)
+
+
+def test_a_list_holds_tensors_of_any_level() -> None:
+    run(2, _levels_of_a_list)
+
+
+def test_out_forms_are_refused_in_a_batch_of_autograd() -> None:
+    run(1, _refused_in_batches)
 
 
 @pytest.mark.parametrize("randomness", ("same", "different"))

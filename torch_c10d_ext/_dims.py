@@ -27,15 +27,23 @@ def check_list(op: str, inputs: list[Tensor], name: str) -> None:
         )
 
 
+# By reshape: the older vmap of torch.autograd knows neither flatten nor unflatten.
+
+
 def rows_to_dim(gathered: Tensor, parts: int, dim: int) -> Tensor:
     """``parts`` tensors concatenated along dim 0, as their concatenation along ``dim``."""
     if dim == 0:
         return gathered
-    return gathered.unflatten(0, (parts, -1)).movedim(0, dim).flatten(dim, dim + 1).contiguous()
+    shape = [gathered.size(0) // parts, *gathered.shape[1:]]
+    split = gathered.reshape(parts, *shape).movedim(0, dim)
+    shape[dim] *= parts
+    return split.reshape(shape).contiguous()
 
 
 def dim_to_rows(input: Tensor, parts: int, dim: int) -> Tensor:
     """The ``parts`` equal slices of ``input`` along ``dim``, concatenated along dim 0."""
     if dim == 0:
         return input
-    return input.unflatten(dim, (parts, input.size(dim) // parts)).movedim(dim, 0).flatten(0, 1)
+    before, after = input.shape[:dim], input.shape[dim + 1 :]
+    slices = input.reshape(*before, parts, input.size(dim) // parts, *after).movedim(dim, 0)
+    return slices.reshape(parts * slices.size(1), *slices.shape[2:])

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_c10d_ext import _C
+
 Rule = Callable[..., tuple[Any, Any]]
 
 
@@ -72,6 +74,21 @@ def by_rows(op: Any, *, keeps_scalar: bool = False) -> Rule:
     return rule
 
 
+# What is_grads_batched and vectorize of torch.autograd are built on.
+_older_vmap = torch.library.Library("c10d_ext", "IMPL", "Batched")
+
+
 def register(name: str, rule: Rule) -> None:
-    """Makes ``rule`` the batching rule of ``c10d_ext::<name>``."""
+    """Makes ``rule`` the batching rule of ``c10d_ext::<name>``, under either vmap of torch."""
+
+    def older(input: Any, *args: Any, **kwargs: Any) -> Any:
+        listed = isinstance(input, (list, tuple))
+        level, tensors, dims = _C.peel_batch(input if listed else [input])
+        if listed:
+            outs, dims = rule(None, (dims,), tensors, *args, **kwargs)
+            return [_C.add_batch(out, level, dim) for out, dim in zip(outs, dims, strict=True)]
+        out, dim = rule(None, tuple(dims), tensors[0], *args, **kwargs)
+        return _C.add_batch(out, level, dim)
+
     torch.library.register_vmap(f"c10d_ext::{name}", rule)
+    _older_vmap.impl(name, older)

@@ -11,6 +11,7 @@
 #include <torch/version.h>
 
 #include "core/calls.h"
+#include "core/older_vmap.h"
 
 namespace c10d_ext {
 
@@ -160,7 +161,7 @@ Tensors differentiable(at::TensorList inputs, c10::function_ref<Tensors()> forwa
   if (has_tangent) {
     const Tensors tangents = tangents_of(derivative(), inputs, outputs);
     for (size_t i = 0; i < outputs.size(); ++i) {
-      outputs[i]._set_fw_grad(tangents[i], /*level=*/0, /*is_inplace_op=*/false);
+      outputs[i]._set_fw_grad(batch_first(tangents[i]), /*level=*/0, /*is_inplace_op=*/false);
     }
   }
   return outputs;

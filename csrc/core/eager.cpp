@@ -6,9 +6,9 @@
 namespace c10d_ext {
 
 bool is_intercepted(const at::Tensor& t) {
-  constexpr c10::DispatchKeySet special({c10::DispatchKey::Python,
-                                         c10::DispatchKey::FuncTorchGradWrapper,
-                                         c10::DispatchKey::FuncTorchBatched});
+  constexpr c10::DispatchKeySet special(
+      {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchGradWrapper,
+       c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Batched});
   constexpr c10::DispatchKeySet modes({c10::DispatchKey::Python, c10::DispatchKey::PythonDispatcher,
                                        c10::DispatchKey::FuncTorchDynamicLayerFrontMode});
   return t.key_set().has_any(special) ||
