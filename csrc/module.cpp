@@ -53,7 +53,8 @@ bool is_eager(const at::Tensor& output, const at::Tensor& input) {
 
 // What every eager call asks, without the 200 ns that pybind11 takes for a call.
 
-bool are_tensors(const char* name, PyObject* const* arguments, Py_ssize_t given, Py_ssize_t wanted) {
+bool are_tensors(const char* name, PyObject* const* arguments, Py_ssize_t given,
+                 Py_ssize_t wanted) {
   const bool right = given == wanted && std::all_of(arguments, arguments + given, [](PyObject* a) {
                        return THPVariable_Check(a);
                      });
