@@ -194,9 +194,9 @@ bool run(c10::function_ref<void()> body) {
 
 bool add(const char* name, Function call, Function write) {
   const auto list = [name](Manner manner, Function function) {
-    listed(manner).push_back(
-        {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)),
-         METH_FASTCALL | METH_KEYWORDS, nullptr});
+    listed(manner).push_back({name,
+                              reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)),
+                              METH_FASTCALL | METH_KEYWORDS, nullptr});
   };
   list(Manner::Call, call);
   const std::string_view op = name;

@@ -197,5 +197,4 @@ inline std::vector<int64_t> concrete(const at::Tensor& input, c10::SymIntArrayRe
                                    .typed<decltype(function)>();             \
     return handle;                                                           \
   }                                                                          \
-  [[maybe_unused]] const bool function##_listed =                            \
-      entry::add<function##_handle>(name);
+  [[maybe_unused]] const bool function##_listed = entry::add<function##_handle>(name);
