@@ -16,7 +16,7 @@ import torch_c10d_ext.functional as F
 from tests.contract import group
 from tests.harness import run
 from torch_c10d_ext import _C
-from torch_c10d_ext._async import pending_count
+from torch_c10d_ext._async import work_of
 
 _wait = torch.ops.c10d_ext.wait_tensor.default
 
@@ -204,14 +204,14 @@ def _written() -> None:
     x = torch.arange(3.0, requires_grad=True)
     want = n * torch.arange(3.0)
     assert _C.writes["all_reduce_"](False, x, "sum", group_name=name)
-    assert pending_count() == 0 and x.is_leaf and torch.equal(x.detach(), want)
+    assert work_of(x) is None and x.is_leaf and torch.equal(x.detach(), want)
     y = torch.arange(3.0)
     assert _C.writes["all_reduce_coalesced_"](True, [y], "sum", name)
-    assert pending_count() == (n > 1)
+    assert (work_of(y) is not None) == (n > 1)
     assert torch.equal(_wait(y), want)
     out = torch.empty(3 * n)
     assert _C.writes["all_gather_into_tensor_out"](False, want, n, name, out=out)
-    assert pending_count() == 0 and torch.equal(out, want.repeat(n))
+    assert work_of(out) is None and torch.equal(out, want.repeat(n))
     with pytest.raises(ValueError, match="all_reduce_: reduce_op must be one of"):
         _C.writes["all_reduce_"](False, x.detach(), "sun", name)
 
@@ -243,7 +243,7 @@ def _not_written() -> None:
     for arguments in ((x,), (x, "sum", name, 1.0, 2), (x, 7, name), (None, "sum", name)):
         assert not write(False, *arguments)
     assert torch.equal(x, torch.ones(2))
-    assert pending_count() == 0
+    assert work_of(x) is None
 
 
 @pytest.mark.parametrize("size", (1, 2))
