@@ -1059,7 +1059,7 @@ class Contract:
     def test_func_transforms(self, size: int) -> None:
         verify(size, check_func, self.module)
 
-    @places(gloo=(1, 2), shm=(2,))
+    @places(gloo=(2,), shm=(1, 2))
     def test_aot_eager(self, form: str, backend: str, size: int) -> None:
         limit = None if backend == "gloo" else 1  # tracing does not see the backend
         verify(size, check_compiled, self.module, form, "aot_eager", limit, backend=backend)

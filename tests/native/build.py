@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,10 +89,14 @@ def build(
     flags += SANITIZERS[sanitizer]
     # In the tree, which is not on /tmp, where a file system may be mounted `noexec`.
     directory = ROOT / "build" / "native" / (sanitizer or "plain")
-    objects = []
-    for source in (PROGRAMS / f"{program}.cpp", *(SOURCES / f"{name}.cpp" for name in sources)):
+
+    def compiled(source: Path) -> Path:
         command = [*compiler, *flags, "-c", str(source)]
-        objects.append(_make(directory / f"{source.stem}.o", command, _with_headers(source)))
+        return _make(directory / f"{source.stem}.o", command, _with_headers(source))
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        files = (PROGRAMS / f"{program}.cpp", *(SOURCES / f"{name}.cpp" for name in sources))
+        objects = list(pool.map(compiled, files))
     link = ["-shared"] if library else []
     command = [*compiler, *flags, *link, *map(str, objects)]
     return _make(directory / f"{program}{'.so' if library else ''}", command, objects)
