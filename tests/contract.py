@@ -1035,7 +1035,7 @@ class Contract:
     def test_values_of_one_rank_through_the_backend(self, form: str, backend: str) -> None:
         verify(1, check_values_of_one_rank, self.module, form, backend=backend)
 
-    @places(gloo=(1, 2, 3, 4), shm=(2,))
+    @places(gloo=(1, 3), shm=(2, 4))
     def test_layouts(self, form: str, backend: str, size: int) -> None:
         verify(size, check_layouts, self.module, form, backend=backend)
 
