@@ -2,10 +2,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 
-#include <algorithm>
-
 #include "core/at_once.h"
-#include "core/eager.h"
 #include "core/op.h"
 
 namespace c10d_ext {
@@ -29,15 +26,11 @@ Tensors prepared(std::string_view op, const Group& group, const Tensors& inputs,
   return sources;
 }
 
-bool all_plain(const Tensors& tensors) {
-  return std::all_of(tensors.begin(), tensors.end(), is_plain);
-}
-
 }  // namespace
 
 bool write_all_gather_block(bool async_op, const Tensors& inputs, const Tensors& outputs,
                             const std::string& group_name) {
-  if (!all_plain(inputs) || !all_plain(outputs)) {
+  if (!entry::is_plain(inputs) || !entry::is_plain(outputs)) {
     return false;
   }
   constexpr std::string_view op = "all_gather_into_tensor_coalesced";
@@ -52,7 +45,7 @@ bool write_reduce_scatter_block(bool async_op, const Tensors& inputs, const Tens
                                 const std::string& reduce_op,
                                 const std::optional<c10::Scalar>& factor,
                                 const std::string& group_name) {
-  if (!all_plain(inputs) || !all_plain(outputs)) {
+  if (!entry::is_plain(inputs) || !entry::is_plain(outputs)) {
     return false;
   }
   constexpr std::string_view op = "reduce_scatter_tensor_coalesced";
