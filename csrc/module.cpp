@@ -99,6 +99,8 @@ PyMethodDef quick_methods[] = {
     {"is_eager", fastcall(is_eager_method), METH_FASTCALL, nullptr},
     {"delivery", fastcall(delivery_method), METH_FASTCALL, nullptr},
     {"wait", fastcall(wait_method), METH_FASTCALL, nullptr},
+    {"remember", fastcall(remember), METH_FASTCALL, nullptr},
+    {"hold_again", fastcall(hold_again), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

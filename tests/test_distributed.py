@@ -414,6 +414,111 @@ def test_coalescing() -> None:
         run(2, _blocks, backend=backend)
 
 
+def _calls_that_look_alike() -> None:
+    """A call of the same function, op and group as the one before it, that differs elsewhere."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+
+    def sums(count: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        return [torch.full((2,), i + 1, dtype=dtype) for i in range(count)]
+
+    def right(xs: list[Tensor], times: int = 1) -> bool:
+        return all(torch.equal(x, torch.full_like(x, (i + 1) * n**times)) for i, x in enumerate(xs))
+
+    # Another dtype, and back.
+    singles, doubles = sums(4), sums(4, torch.float64)
+    with ours.coalescing_manager():
+        for x, y in zip(singles, doubles, strict=True):
+            ours.all_reduce(x)
+            ours.all_reduce(y)
+    assert right(singles) and right(doubles)
+
+    # A message in between: what came before it is sent before it.
+    before, after, got = sums(2), sums(2), torch.zeros(1)
+    with ours.coalescing_manager():
+        for x in before:
+            ours.all_reduce(x)
+        ours.isend(torch.tensor([10.0 + rank]), (rank + 1) % n)
+        work = ours.irecv(got, (rank - 1) % n)
+        for x in after:
+            ours.all_reduce(x)
+    work.wait()
+    assert right(before) and right(after) and got.item() == 10 + (rank - 1) % n
+
+    # A block of another group inside, and calls of either.
+    whole, part = ours.new_group(), ours.new_group([0])
+    outer, inner, alone = sums(3), sums(3), sums(1)
+    with ours.coalescing_manager(whole):
+        ours.all_reduce(outer[0], group=whole)
+        with ours.coalescing_manager():
+            for i in range(3):
+                ours.all_reduce(inner[i])
+                if i:
+                    ours.all_reduce(outer[i], group=whole)
+        assert right(inner) and torch.equal(outer[0], torch.ones(2))
+        if rank == 0:
+            ours.all_reduce(alone[0], group=part)  # of a group without a block: at once
+    assert right(outer) and torch.equal(alone[0], torch.ones(2))
+
+    # A block that ends by an error leaves nothing to be mistaken for.
+    lost, kept = sums(2), sums(2)
+    with contextlib.suppress(KeyError), ours.coalescing_manager():
+        for x in lost:
+            ours.all_reduce(x)
+        raise KeyError
+    with ours.coalescing_manager():
+        for x in kept:
+            ours.all_reduce(x)
+    assert right(lost, 0) and right(kept)
+    for x in kept:
+        ours.all_reduce(x)
+    assert right(kept, 2)
+
+    # What is refused is refused in a row of good ones too, and leaves the block as it is.
+    good = sums(2)
+    out = [torch.zeros(n * 2) for _ in range(2)]
+    shares = [torch.zeros(1), torch.zeros(1)]
+    rows = torch.arange(n, dtype=torch.float32)
+    with ours.coalescing_manager():
+        ours.all_reduce(good[0])
+        with pytest.raises(TypeError, match="all_reduce: tensor must be a Tensor, got list"):
+            ours.all_reduce([good[1]])
+        ours.all_reduce(good[1])
+        ours.all_gather_into_tensor(out[0], torch.full((2,), 1.0 + rank))
+        for bad, error in (
+            (torch.zeros(3), "all_gather_into_tensor: the output must have N times"),
+            (torch.zeros(2, dtype=torch.float64), "must have the input's dtype"),
+        ):
+            with pytest.raises(ValueError, match=error):
+                ours.all_gather_into_tensor(out[1], bad)
+        ours.all_gather_into_tensor(out[1], torch.full((1, 2), 10.0 + rank))
+        ours.reduce_scatter_tensor(shares[0], rows)
+        with pytest.raises(ValueError, match="reduce_scatter_tensor: the input must have N times"):
+            ours.reduce_scatter_tensor(shares[1], torch.zeros(n + 1))
+        # No multiple of N rows: of any shape.
+        ours.reduce_scatter_tensor(shares[1], rows.view(1, n))
+    assert right(good)
+    for start, whole_ in zip((1.0, 10.0), out, strict=True):
+        assert torch.equal(whole_, (torch.arange(n) + start).repeat_interleave(2))
+    assert [share.item() for share in shares] == [rank * n] * 2
+
+    # The ranks of a list are looked at each time.
+    ranks = list(range(n))
+    listed = sums(2)
+    with ours.coalescing_manager(ranks):
+        for x in listed:
+            ours.all_reduce(x, group=ranks)
+    assert right(listed)
+    for group in (whole, part):
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            ours.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_blocks_of_calls_that_look_alike(size: int) -> None:
+    for backend in BACKENDS:
+        run(size, _calls_that_look_alike, backend=backend)
+
+
 # --- tracing -------------------------------------------------------------------------------------
 
 # What a tracer sees of each.

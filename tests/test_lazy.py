@@ -455,6 +455,24 @@ def _gradients() -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
     yield "reduce_from_group", lambda x: F.reduce_from_group(x, g)
     yield "coalesced", lambda x: torch.cat(F.all_reduce_coalesced([x, x * x], "sum", g))
     yield "wait_tensor", lambda x: F.wait_tensor(x)
+    for op in ("sum", "max", "product"):
+        yield f"all_reduce_inplace {op}", lambda x, op=op: F.all_reduce_inplace(x, op, g)
+        yield f"all_reduce_coalesced_ {op}", lambda x, op=op: torch.cat(
+            ops.all_reduce_coalesced_([x, x * x], op, g)
+        )
+    yield "broadcast_inplace", lambda x: F.broadcast_inplace(x, 0, g)
+    yield "all_gather_tensor_inplace", lambda x: F.all_gather_tensor_inplace(
+        x.new_empty(n * x.shape[0], *x.shape[1:]), x, 0, g
+    )
+    yield "all_gather_inplace", lambda x: torch.stack(
+        F.all_gather_inplace([torch.empty_like(x) for _ in range(n)], x, g)
+    )
+    yield "reduce_scatter_tensor_inplace", lambda x: F.reduce_scatter_tensor_inplace(
+        x.new_empty(x.shape[0] // n, *x.shape[1:]), x, "sum", 0, g
+    )
+    yield "all_to_all_inplace", lambda x: F.all_to_all_inplace(
+        torch.empty_like(x), x, None, None, g
+    )
 
 
 def _backward() -> Any:
@@ -472,9 +490,7 @@ def _backward() -> Any:
             results.append((y.detach().cpu(), leaf.grad.cpu()))
         for name, eager, got in zip(("value", "gradient"), *results, strict=True):
             report.expect(f"{what}: {name}", values.close(got, eager))
-    # prod has no lazy kernel in torch: the gradient of `product` runs it eagerly.
-    found = [name for name in fallbacks() if not name.startswith("aten::prod")]
-    report.expect("fallbacks", f"{found}" if found else "")
+    report.expect("fallbacks", ", ".join(fallbacks()))
     return report.result()
 
 

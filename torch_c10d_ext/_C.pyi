@@ -45,6 +45,18 @@ def start_messages(
     group_name: str,
 ) -> list[Work]: ...
 
+# Calls that a block holds back, in lists: one that looks like the one before it takes a short way.
+def remember(
+    verb: str = ...,
+    op: object = ...,
+    group: object = ...,
+    ranks: int = ...,
+    inputs: list[torch.Tensor] = ...,
+    outputs: list[torch.Tensor] = ...,
+    /,
+) -> None: ...
+def hold_again(verb: str, op: object, group: object, input: object, output: object, /) -> bool: ...
+
 # The calls of a block; as `writes`. Each output fits its input.
 def write_all_gather_block(
     async_op: bool, inputs: list[torch.Tensor], outputs: list[torch.Tensor], group_name: str

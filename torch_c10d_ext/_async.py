@@ -72,6 +72,13 @@ def writes_directly(output: torch.Tensor, input: torch.Tensor) -> bool:
     return not _is_dynamo_compiling() and _C.is_eager(output, input)
 
 
+def replace(output: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """``output.copy_(values)``, which torch runs eagerly on lazy tensors: it cuts the graph in two."""
+    if output.device.type == "lazy" and output.is_floating_point():
+        return output.fill_(-0.0).add_(values)  # what is added to minus zero keeps its sign
+    return output.copy_(values)
+
+
 def captures_numbers() -> bool:
     """Whether Dynamo traces ``Tensor.item()``."""
     return torch._dynamo.config.capture_scalar_outputs

@@ -231,9 +231,22 @@ void differentiable_in_place(std::string_view op, at::TensorList inputs,
   }
 }
 
+namespace {
+
+// torch has no lazy copy_: it runs eagerly, and cuts the graph in two.
+void replace(const at::Tensor& tensor, const at::Tensor& values) {
+  if (tensor.device().is_lazy() && tensor.is_floating_point()) {
+    tensor.fill_(-0.0).add_(values);  // what added to minus zero keeps its sign
+  } else {
+    tensor.copy_(values);
+  }
+}
+
+}  // namespace
+
 Tensors replaced(at::TensorList inputs, const Tensors& values) {
   for (size_t i = 0; i < inputs.size(); ++i) {
-    inputs[i].copy_(values[i]);
+    replace(inputs[i], values[i]);
   }
   return inputs.vec();
 }
@@ -252,18 +265,31 @@ void forward_out(std::string_view op, at::TensorList tensors, const at::Tensor& 
 
 namespace {
 
+// The product of the rows, by multiplications that every backend has: lazy tensors lack prod, and
+// its gradient looks for zeros.
+at::Tensor product_of_rows(at::Tensor rows) {
+  for (int64_t count = rows.size(0); count > 1; count = rows.size(0)) {
+    const int64_t half = count / 2;
+    const at::Tensor products = rows.narrow(0, 0, half).mul(rows.narrow(0, half, half));
+    rows = count % 2 == 0 ? products : at::cat({products, rows.narrow(0, count - 1, 1)});
+  }
+  return rows.select(0, 0);
+}
+
 // `t` times the derivative of min, max or product with respect to this rank's `input`, or times its
 // conjugate.
 at::Tensor weigh(const ReductionRule& rule, const at::Tensor& t, const at::Tensor& input,
                  c10::function_ref<at::Tensor()> reduced, bool conjugate) {
   if (rule.reduction.op == ReduceOp::Product) {
+    if (rule.group_size == 1) {
+      return t;
+    }
     // The product of the other ranks' values, by multiplication alone: right where values are zero.
     const at::Tensor all =
         call::all_gather_into_tensor(input.unsqueeze(0), rule.group_size, rule.group);
-    const at::Tensor others =
+    const at::Tensor others = product_of_rows(
         at::cat({all.narrow(0, 0, rule.rank),
-                 all.narrow(0, rule.rank + 1, rule.group_size - rule.rank - 1)})
-            .prod(0);
+                 all.narrow(0, rule.rank + 1, rule.group_size - rule.rank - 1)}));
     return t.mul(conjugate ? others.conj() : others);
   }
   TORCH_CHECK(rule.reduction.op == ReduceOp::Min || rule.reduction.op == ReduceOp::Max,

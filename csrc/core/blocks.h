@@ -1,11 +1,28 @@
 #pragma once
 
+#include <Python.h>
+
 #include <ATen/core/Tensor.h>
 #include <c10/core/Scalar.h>
 
 #include <optional>
 #include <string>
 #include <vector>
+
+namespace c10d_ext {
+
+// Calls that a coalescing block holds back mostly look like the one before them, and are then told
+// by the identity of their arguments.
+
+// remember(verb, op, group, ranks, inputs, outputs): calls of `verb` with these very objects are
+// held in these two lists (one, of a verb without an input of its own). Without arguments: none is.
+PyObject* remember(PyObject*, PyObject* const* arguments, Py_ssize_t given);
+
+// hold_again(verb, op, group, input, output): whether this call was put into the lists. It was if it
+// is as remembered and its tensors go with those that are there.
+PyObject* hold_again(PyObject*, PyObject* const* arguments, Py_ssize_t given);
+
+}  // namespace c10d_ext
 
 // The calls of a coalescing block as one, from and into the caller's own tensors, without a
 // gradient. Each output has as many elements as its call needs. Complete on return unless

@@ -23,13 +23,13 @@ class Run:
     def __init__(
         self, verb: str, reduction: str, factor: complex | None, dtype: torch.dtype, device: Any
     ) -> None:
-        self.verb = verb  # all_reduce, all_gather or reduce_scatter
+        self.verb = verb  # all_reduce, all_gather_into_tensor or reduce_scatter_tensor
         self.reduction = reduction
         self.factor = factor
         self.dtype = dtype
         self.device = device
-        self.inputs: list[Tensor] = []
         self.outputs: list[Tensor] = []
+        self.inputs = self.outputs if verb == "all_reduce" else []
 
     def start(self, name: str, async_op: bool) -> Any:
         """One call of the backend for all of them; its work where ``async_op`` is set."""
@@ -38,7 +38,7 @@ class Run:
             return _delivery.work_of(outputs) if async_op else None
         if verb == "all_reduce":
             started = _ops.all_reduce_coalesced(inputs, self.reduction, name, factor=self.factor)
-        elif verb == "all_gather":
+        elif verb == "all_gather_into_tensor":
             started = _ops.all_gather_into_tensor_coalesced(inputs, group_size(name), name)
         else:
             started = _ops.reduce_scatter_tensor_coalesced(
@@ -50,7 +50,7 @@ class Run:
         """As an eager call that writes the outputs themselves; False where none may."""
         if self.verb == "all_reduce":
             return _all_reduce_(async_op, self.outputs, self.reduction, name, factor=self.factor)
-        if self.verb == "all_gather":
+        if self.verb == "all_gather_into_tensor":
             return _C.write_all_gather_block(async_op, self.inputs, self.outputs, name)
         return _C.write_reduce_scatter_block(
             async_op, self.inputs, self.outputs, self.reduction, self.factor, name
@@ -102,6 +102,12 @@ class HeldMessage:
 
     _source_rank = source_rank
     synchronize = wait
+
+
+def _forget() -> None:
+    """The next call of a block is to be looked at."""
+    if not torch.compiler.is_compiling():
+        _C.remember()
 
 
 # By the name of their group.
@@ -157,6 +163,7 @@ class CoalescingManager:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         del open_blocks[self._name]
+        _forget()
         if kind is None:
             with torch.no_grad():
                 self._fire()
@@ -178,6 +185,7 @@ class CoalescingManager:
             self.wait()
 
     def _start(self, async_ops: bool = True) -> None:
+        _forget()
         runs, self._runs = self._runs, []
         for run in runs:
             if isinstance(run, Run):
@@ -193,6 +201,7 @@ def hold_messages(name: str, messages: list[_delivery.Message]) -> list[HeldMess
     """Keeps messages for the end of the group's block, and gives their works; None: none open."""
     if name not in open_blocks:
         return None
+    _forget()
     held = [HeldMessage(message) for message in messages]
     runs = open_blocks[name]._runs
     if runs and isinstance(runs[-1], list):
@@ -211,12 +220,17 @@ def release(name: str) -> None:
 def hold(
     name: str,
     verb: str,
+    op: Any,
+    group: Group,
     input: Tensor,
     output: Tensor,
     reduction: str = "",
     factor: complex | None = None,
 ) -> None:
-    """Keeps a call for the end of the group's open block."""
+    """Keeps a call with ``op`` and ``group`` for the end of the group's open block.
+
+    The next one of the same two may go through ``_C.hold_again``.
+    """
     runs = open_blocks[name]._runs
     run = runs[-1] if runs else None
     if (
@@ -229,5 +243,9 @@ def hold(
     ):
         run = Run(verb, reduction, factor, input.dtype, input.device)
         runs.append(run)
-    run.inputs.append(input)
+    if run.inputs is not run.outputs:
+        run.inputs.append(input)
     run.outputs.append(output)
+    # The factor of an op may change, as may the ranks in a list.
+    if factor is None and not isinstance(group, list) and not torch.compiler.is_compiling():
+        _C.remember(verb, op, group, group_size(name), run.inputs, run.outputs)

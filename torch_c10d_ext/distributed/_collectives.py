@@ -34,6 +34,7 @@ from torch_c10d_ext.distributed._coalescing import hold as _hold
 from torch_c10d_ext.distributed._coalescing import open_blocks as _open_blocks
 from torch_c10d_ext.errors import InvalidArgument
 
+_hold_again = _C.hold_again
 _ops = torch.ops.c10d_ext
 _SUM = dist.ReduceOp.SUM
 _is_compiling = torch.compiler.is_compiling
@@ -124,6 +125,12 @@ def all_reduce(tensor: Tensor, op: Any = _SUM, group: Group = None, async_op: bo
 
     Source: csrc/ops/all_reduce.cpp
     """
+    if (
+        _open_blocks
+        and not _is_compiling()
+        and _hold_again("all_reduce", op, group, tensor, tensor)
+    ):
+        return None
     name = member("all_reduce", group)
     if name is None:
         return None
@@ -133,7 +140,7 @@ def all_reduce(tensor: Tensor, op: Any = _SUM, group: Group = None, async_op: bo
         return dist.all_reduce(tensor, reduce_op, process_group(name), async_op)
     reduction, factor = reduction_of(op)
     if name in _open_blocks:
-        return _hold(name, "all_reduce", tensor, tensor, reduction, factor)
+        return _hold(name, "all_reduce", op, group, tensor, tensor, reduction, factor)
     if not _is_compiling() and _all_reduce_(async_op, tensor, reduction, name, factor=factor):
         return _delivery.work_of([tensor]) if async_op else None
     with torch.no_grad():
@@ -390,6 +397,12 @@ def all_gather_into_tensor(
     Source: csrc/ops/all_gather_into_tensor.cpp
     """
     verb = "all_gather_into_tensor"
+    if (
+        _open_blocks
+        and not _is_compiling()
+        and _hold_again(verb, None, group, input_tensor, output_tensor)
+    ):
+        return None
     name = member(verb, group)
     if name is None:
         return None
@@ -399,7 +412,7 @@ def all_gather_into_tensor(
     ranks = group_size(name)
     _check_numel(verb, output_tensor, ranks * input_tensor.numel(), "N times the input's", name)
     if name in _open_blocks:
-        return _hold(name, "all_gather", input_tensor, output_tensor)
+        return _hold(name, verb, None, group, input_tensor, output_tensor)
     if not _is_compiling() and _all_gather_into_tensor_out(
         async_op, input_tensor, ranks, name, out=output_tensor
     ):
@@ -482,6 +495,8 @@ def reduce_scatter_tensor(
     Source: csrc/ops/reduce_scatter_tensor.cpp
     """
     verb = "reduce_scatter_tensor"
+    if _open_blocks and not _is_compiling() and _hold_again(verb, op, group, input, output):
+        return None
     name = member(verb, group)
     if name is None:
         return None
@@ -498,7 +513,7 @@ def reduce_scatter_tensor(
     # The rows of a rank are one row to the op: any shape of the same elements will do.
     rows = input.reshape(ranks, -1) if input.dim() == 0 or input.shape[0] % ranks else input
     if name in _open_blocks:
-        return _hold(name, "reduce_scatter", rows, output, reduction, factor)
+        return _hold(name, verb, op, group, rows, output, reduction, factor)
     if not _is_compiling() and _reduce_scatter_tensor_out(
         async_op, rows, reduction, ranks, name, factor=factor, out=output
     ):

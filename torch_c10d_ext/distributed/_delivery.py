@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_c10d_ext import _C
-from torch_c10d_ext._async import writes_directly
+from torch_c10d_ext._async import replace, writes_directly
 
 _wait = torch.ops.c10d_ext.wait_tensor.default
 _start_messages = torch.ops.c10d_ext.batch_isend_irecv.default
@@ -198,11 +198,11 @@ def _settle(started: list[Tensor], targets: Sequence[Targets]) -> None:
         if len(parts) == 1:
             (target,) = parts
             if target is not tensor:
-                target.copy_(values.view(target.shape))
+                replace(target, values.view(target.shape))
         elif parts:
             pieces = values.view(-1).split([part.numel() for part in parts])
             for part, piece in zip(parts, pieces, strict=True):
-                part.copy_(piece.view(part.shape))
+                replace(part, piece.view(part.shape))
 
 
 class Message(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_c10d_ext import _inductor, _vmap
-from torch_c10d_ext._async import starter, writer, writes_directly
+from torch_c10d_ext._async import replace, starter, writer, writes_directly
 from torch_c10d_ext._dims import check_dim, check_list, rows_to_dim
 from torch_c10d_ext._groups import Group, group_name, group_size
 from torch_c10d_ext.errors import InvalidArgument
@@ -141,7 +141,7 @@ def all_gather_tensor_inplace(
     ):
         return output_tensor
     gathered = all_gather_single(input_tensor, gather_dim, name)
-    return output_tensor.copy_(gathered.view(output_tensor.shape))
+    return replace(output_tensor, gathered.view(output_tensor.shape))
 
 
 def all_gather_inplace(
@@ -170,7 +170,7 @@ def all_gather_inplace(
         )
     gathered = all_gather_single(tensor.unsqueeze(0), 0, name)
     for target, part in zip(tensor_list, gathered.unbind(0), strict=True):
-        target.copy_(part)
+        replace(target, part)
     return tensor_list
 
 

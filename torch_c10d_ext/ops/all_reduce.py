@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_c10d_ext import _inductor, _vmap
-from torch_c10d_ext._async import starter, writer, writes_directly
+from torch_c10d_ext._async import replace, starter, writer, writes_directly
 from torch_c10d_ext._dims import check_list
 from torch_c10d_ext._groups import Group, group_name
 from torch_c10d_ext.errors import InvalidArgument
@@ -138,7 +138,7 @@ def all_reduce_inplace(
         return tensor
     # The gradient of these needs the values that are overwritten.
     source = tensor.clone() if op.lower() in ("min", "max", "product") else tensor
-    return tensor.copy_(all_reduce(source, op, name))
+    return replace(tensor, all_reduce(source, op, name))
 
 
 for _name, _each in {

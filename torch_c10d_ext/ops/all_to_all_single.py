@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_c10d_ext import _inductor, _vmap
-from torch_c10d_ext._async import starter, writer, writes_directly
+from torch_c10d_ext._async import replace, starter, writer, writes_directly
 from torch_c10d_ext._groups import Group, group_name, group_size, where
 from torch_c10d_ext.errors import InvalidArgument
 
@@ -94,7 +94,7 @@ def all_to_all_inplace(
         splits = _splits(input, output_split_sizes, input_split_sizes, name)
         if _write(input, *splits, name, out=output):
             return output
-    return output.copy_(all_to_all_single(input, output_split_sizes, input_split_sizes, name))
+    return replace(output, all_to_all_single(input, output_split_sizes, input_split_sizes, name))
 
 
 def _splits(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_c10d_ext import _inductor, _vmap
-from torch_c10d_ext._async import starter, writer, writes_directly
+from torch_c10d_ext._async import replace, starter, writer, writes_directly
 from torch_c10d_ext._dims import check_list
 from torch_c10d_ext._groups import Group, group_name
 from torch_c10d_ext.errors import InvalidArgument
@@ -111,7 +111,7 @@ def broadcast_inplace(
     name = group if type(group) is str else group_name(group, tag)
     if writes_directly(tensor, tensor) and _write(tensor, src, name):
         return tensor
-    return tensor.copy_(broadcast(tensor, src, name))
+    return replace(tensor, broadcast(tensor, src, name))
 
 
 for _name, _each in {

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_c10d_ext import _inductor, _vmap
-from torch_c10d_ext._async import starter, writer, writes_directly
+from torch_c10d_ext._async import replace, starter, writer, writes_directly
 from torch_c10d_ext._dims import check_dim, check_list, dim_to_rows
 from torch_c10d_ext._groups import Group, group_name, group_size, where
 from torch_c10d_ext.errors import InvalidArgument
@@ -177,7 +177,7 @@ def reduce_scatter_tensor_inplace(
         and _write(input, op, group_size(name), name, out=output)
     ):
         return output
-    return output.copy_(reduce_scatter_single(input, op, scatter_dim, name))
+    return replace(output, reduce_scatter_single(input, op, scatter_dim, name))
 
 
 def _to_rows(op: str, input: Tensor, scatter_dim: int, size: int, name: str) -> Tensor:
