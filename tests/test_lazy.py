@@ -458,17 +458,17 @@ def _gradients() -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
     for op in ("sum", "max", "product"):
         yield f"all_reduce_inplace {op}", lambda x, op=op: F.all_reduce_inplace(x, op, g)
         yield f"all_reduce_coalesced_ {op}", lambda x, op=op: torch.cat(
-            ops.all_reduce_coalesced_([x, x * x], op, g)
+            [F.wait_tensor(y) for y in ops.all_reduce_coalesced_([x, x + 1], op, g)]
         )
     yield "broadcast_inplace", lambda x: F.broadcast_inplace(x, 0, g)
     yield "all_gather_tensor_inplace", lambda x: F.all_gather_tensor_inplace(
-        x.new_empty(n * x.shape[0], *x.shape[1:]), x, 0, g
+        x.new_empty(n * x.shape[0], *x.shape[1:]), x, g
     )
     yield "all_gather_inplace", lambda x: torch.stack(
         F.all_gather_inplace([torch.empty_like(x) for _ in range(n)], x, g)
     )
     yield "reduce_scatter_tensor_inplace", lambda x: F.reduce_scatter_tensor_inplace(
-        x.new_empty(x.shape[0] // n, *x.shape[1:]), x, "sum", 0, g
+        x.new_empty(x.shape[0] // n, *x.shape[1:]), x, "sum", g
     )
     yield "all_to_all_inplace", lambda x: F.all_to_all_inplace(
         torch.empty_like(x), x, None, None, g
@@ -497,6 +497,88 @@ def _backward() -> Any:
 @pytest.mark.parametrize("size", (1, 2, 3))
 def test_gradients(size: int) -> None:
     verify(run(size, _backward))
+
+
+# --- torch_c10d_ext.distributed ------------------------------------------------------------------
+
+
+def _imperative() -> Iterator[tuple[str, Callable[[Tensor], list[Tensor]]]]:
+    """What a call leaves in the caller's tensors, from this rank's `x` of 2 N rows."""
+    import torch_c10d_ext.distributed as ours
+
+    n, rank = ours.get_world_size(), ours.get_rank()
+
+    def written(call: Callable[..., Any], *shape: int) -> Callable[[Tensor], list[Tensor]]:
+        def run_it(x: Tensor) -> list[Tensor]:
+            out = x.new_full(shape, -1.0)
+            call(out, x)
+            return [out]
+
+        return run_it
+
+    def listed(call: Callable[..., Any], count: int) -> Callable[[Tensor], list[Tensor]]:
+        def run_it(x: Tensor) -> list[Tensor]:
+            outs = [x.new_full((2, 3), -1.0) for _ in range(count)]
+            call(outs, [x.narrow(0, 2 * row, 2) for row in range(n)])
+            return outs
+
+        return run_it
+
+    def in_place(call: Callable[..., Any]) -> Callable[[Tensor], list[Tensor]]:
+        def run_it(x: Tensor) -> list[Tensor]:
+            y = x * 2
+            call(y)
+            return [y]
+
+        return run_it
+
+    def block(x: Tensor) -> list[Tensor]:
+        ys = [x * (i + 1) for i in range(3)]
+        with ours.coalescing_manager():
+            for y in ys:
+                ours.all_reduce(y)
+        return ys
+
+    yield "all_reduce", in_place(ours.all_reduce)
+    yield "all_reduce, async", in_place(lambda y: ours.all_reduce(y, async_op=True).wait())
+    yield "broadcast", in_place(lambda y: ours.broadcast(y, n - 1))
+    yield "reduce", in_place(lambda y: ours.reduce(y, 0))
+    yield "a block", block
+    yield "all_gather_into_tensor", written(ours.all_gather_into_tensor, 2 * n * n, 3)
+    yield "reduce_scatter_tensor", written(ours.reduce_scatter_tensor, 2, 3)
+    yield "all_to_all_single", written(ours.all_to_all_single, 2 * n, 3)
+    yield "all_gather", listed(lambda outs, ins: ours.all_gather(outs, ins[0]), n)
+    yield "reduce_scatter", listed(lambda outs, ins: ours.reduce_scatter(outs[0], ins), 1)
+    yield "all_to_all", listed(ours.all_to_all, n)
+    yield (
+        "gather",
+        listed(lambda outs, ins: ours.gather(ins[0], outs if rank == 0 else None), n),
+    )
+    yield (
+        "scatter",
+        listed(lambda outs, ins: ours.scatter(outs[0], ins if rank == 0 else None), 1),
+    )
+
+
+def _imperative_calls() -> Any:
+    lazy, report = start_lazy(), Report()
+    x = values.values((2 * dist.get_world_size(), 3), torch.float64, dist.get_rank())
+    for what, f in _imperative():
+        want = f(x.clone())
+        got = f(x.clone().to("lazy"))
+        lazy.mark_step()
+        for each, (a, b) in enumerate(zip(got, want, strict=True)):
+            report.expect(f"{what}: {each}", values.close(a.cpu(), b))
+    report.expect("fallbacks", ", ".join(fallbacks()))
+    return report.result()
+
+
+@pytest.mark.parametrize("size", (1, 2, 3))
+def test_imperative_calls(size: int) -> None:
+    verify(run(size, _imperative_calls))
+
+
+# --- training ------------------------------------------------------------------------------------
 
 
 def _training() -> None:

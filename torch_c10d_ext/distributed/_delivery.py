@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import itertools
 import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -200,9 +201,17 @@ def _settle(started: list[Tensor], targets: Sequence[Targets]) -> None:
             if target is not tensor:
                 replace(target, values.view(target.shape))
         elif parts:
-            pieces = values.view(-1).split([part.numel() for part in parts])
+            pieces = _split(values.view(-1), [part.numel() for part in parts])
             for part, piece in zip(parts, pieces, strict=True):
                 replace(part, piece.view(part.shape))
+
+
+def _split(flat: Tensor, counts: list[int]) -> Sequence[Tensor]:
+    if flat.device.type != "lazy":
+        return flat.split(counts)
+    # torch's lazy split is not lazy.
+    ends = itertools.accumulate(counts)
+    return [flat.narrow(0, end - count, count) for end, count in zip(ends, counts, strict=True)]
 
 
 class Message(NamedTuple):

@@ -169,8 +169,8 @@ def all_gather_inplace(
             f"{tuple(tensor.shape)}, got {shapes}; use all_gather for uneven sizes"
         )
     gathered = all_gather_single(tensor.unsqueeze(0), 0, name)
-    for target, part in zip(tensor_list, gathered.unbind(0), strict=True):
-        replace(target, part)
+    for row, target in enumerate(tensor_list):
+        replace(target, gathered[row])  # lazy tensors cannot unbind
     return tensor_list
 
 
