@@ -457,21 +457,30 @@ def _gradients() -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
     yield "wait_tensor", lambda x: F.wait_tensor(x)
     for op in ("sum", "max", "product"):
         yield f"all_reduce_inplace {op}", lambda x, op=op: F.all_reduce_inplace(x, op, g)
-        yield f"all_reduce_coalesced_ {op}", lambda x, op=op: torch.cat(
-            [F.wait_tensor(y) for y in ops.all_reduce_coalesced_([x, x + 1], op, g)]
+        yield (
+            f"all_reduce_coalesced_ {op}",
+            lambda x, op=op: torch.cat(
+                [F.wait_tensor(y) for y in ops.all_reduce_coalesced_([x, x + 1], op, g)]
+            ),
         )
     yield "broadcast_inplace", lambda x: F.broadcast_inplace(x, 0, g)
-    yield "all_gather_tensor_inplace", lambda x: F.all_gather_tensor_inplace(
-        x.new_empty(n * x.shape[0], *x.shape[1:]), x, g
+    yield (
+        "all_gather_tensor_inplace",
+        lambda x: F.all_gather_tensor_inplace(x.new_empty(n * x.shape[0], *x.shape[1:]), x, g),
     )
-    yield "all_gather_inplace", lambda x: torch.stack(
-        F.all_gather_inplace([torch.empty_like(x) for _ in range(n)], x, g)
+    yield (
+        "all_gather_inplace",
+        lambda x: torch.stack(F.all_gather_inplace([torch.empty_like(x) for _ in range(n)], x, g)),
     )
-    yield "reduce_scatter_tensor_inplace", lambda x: F.reduce_scatter_tensor_inplace(
-        x.new_empty(x.shape[0] // n, *x.shape[1:]), x, "sum", g
+    yield (
+        "reduce_scatter_tensor_inplace",
+        lambda x: F.reduce_scatter_tensor_inplace(
+            x.new_empty(x.shape[0] // n, *x.shape[1:]), x, "sum", g
+        ),
     )
-    yield "all_to_all_inplace", lambda x: F.all_to_all_inplace(
-        torch.empty_like(x), x, None, None, g
+    yield (
+        "all_to_all_inplace",
+        lambda x: F.all_to_all_inplace(torch.empty_like(x), x, None, None, g),
     )
 
 

@@ -73,7 +73,7 @@ def writes_directly(output: torch.Tensor, input: torch.Tensor) -> bool:
 
 
 def replace(output: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """``output.copy_(values)``, which torch runs eagerly on lazy tensors: it cuts the graph in two."""
+    """``output.copy_(values)``, which would run a lazy graph at once."""
     if output.device.type == "lazy" and output.is_floating_point():
         return output.fill_(-0.0).add_(values)  # what is added to minus zero keeps its sign
     return output.copy_(values)

@@ -287,9 +287,9 @@ at::Tensor weigh(const ReductionRule& rule, const at::Tensor& t, const at::Tenso
     // The product of the other ranks' values, by multiplication alone: right where values are zero.
     const at::Tensor all =
         call::all_gather_into_tensor(input.unsqueeze(0), rule.group_size, rule.group);
-    const at::Tensor others = product_of_rows(
-        at::cat({all.narrow(0, 0, rule.rank),
-                 all.narrow(0, rule.rank + 1, rule.group_size - rule.rank - 1)}));
+    const at::Tensor others =
+        product_of_rows(at::cat({all.narrow(0, 0, rule.rank),
+                                 all.narrow(0, rule.rank + 1, rule.group_size - rule.rank - 1)}));
     return t.mul(conjugate ? others.conj() : others);
   }
   TORCH_CHECK(rule.reduction.op == ReduceOp::Min || rule.reduction.op == ReduceOp::Max,

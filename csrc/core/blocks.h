@@ -18,8 +18,8 @@ namespace c10d_ext {
 // held in these two lists (one, of a verb without an input of its own). Without arguments: none is.
 PyObject* remember(PyObject*, PyObject* const* arguments, Py_ssize_t given);
 
-// hold_again(verb, op, group, input, output): whether this call was put into the lists. It was if it
-// is as remembered and its tensors go with those that are there.
+// hold_again(verb, op, group, input, output): whether this call was put into the lists. It was if
+// it is as remembered and its tensors go with those that are there.
 PyObject* hold_again(PyObject*, PyObject* const* arguments, Py_ssize_t given);
 
 }  // namespace c10d_ext

@@ -33,9 +33,13 @@ class Run:
 
     def start(self, name: str, async_op: bool) -> Any:
         """One call of the backend for all of them; its work where ``async_op`` is set."""
-        verb, inputs, outputs = self.verb, self.inputs, self.outputs
         if not torch.compiler.is_compiling() and self._write(name, async_op):
-            return _delivery.work_of(outputs) if async_op else None
+            return _delivery.work_of(self.outputs) if async_op else None
+        with torch.no_grad():
+            return self._call_ops(name, async_op)
+
+    def _call_ops(self, name: str, async_op: bool) -> Any:
+        verb, inputs, outputs = self.verb, self.inputs, self.outputs
         if verb == "all_reduce":
             started = _ops.all_reduce_coalesced(inputs, self.reduction, name, factor=self.factor)
         elif verb == "all_gather_into_tensor":
@@ -165,8 +169,7 @@ class CoalescingManager:
         del open_blocks[self._name]
         _forget()
         if kind is None:
-            with torch.no_grad():
-                self._fire()
+            self._fire()
 
     def append(self, work: Any) -> None:
         """Makes :meth:`wait` wait for one more work."""
@@ -191,7 +194,8 @@ class CoalescingManager:
             if isinstance(run, Run):
                 self.append(run.start(self._name, async_ops or len(runs) > 1))
             else:
-                works = _delivery.start_messages([held.message for held in run], self._name)
+                with torch.no_grad():
+                    works = _delivery.start_messages([held.message for held in run], self._name)
                 for held, work in zip(run, works, strict=True):
                     held.started = work
                 self._works += works

@@ -38,6 +38,7 @@ _hold_again = _C.hold_again
 _ops = torch.ops.c10d_ext
 _SUM = dist.ReduceOp.SUM
 _is_compiling = torch.compiler.is_compiling
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 # In eager the backend writes the caller's tensors: False where it may not.
 _all_reduce_ = _C.writes["all_reduce_"]
@@ -127,7 +128,7 @@ def all_reduce(tensor: Tensor, op: Any = _SUM, group: Group = None, async_op: bo
     """
     if (
         _open_blocks
-        and not _is_compiling()
+        and not _is_dynamo_compiling()
         and _hold_again("all_reduce", op, group, tensor, tensor)
     ):
         return None
@@ -399,7 +400,7 @@ def all_gather_into_tensor(
     verb = "all_gather_into_tensor"
     if (
         _open_blocks
-        and not _is_compiling()
+        and not _is_dynamo_compiling()
         and _hold_again(verb, None, group, input_tensor, output_tensor)
     ):
         return None
@@ -495,7 +496,7 @@ def reduce_scatter_tensor(
     Source: csrc/ops/reduce_scatter_tensor.cpp
     """
     verb = "reduce_scatter_tensor"
-    if _open_blocks and not _is_compiling() and _hold_again(verb, op, group, input, output):
+    if _open_blocks and not _is_dynamo_compiling() and _hold_again(verb, op, group, input, output):
         return None
     name = member(verb, group)
     if name is None:

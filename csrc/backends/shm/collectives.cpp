@@ -8,6 +8,7 @@
 //   TwoShot:  all_reduce and reduce. Rank q reduces the q-th part of each chunk for everyone.
 
 #include <algorithm>
+#include <memory>
 #include <sstream>
 
 #include "backends/shm/team.h"
@@ -384,7 +385,16 @@ void Collective::read_eagerly() const {
       for (int p = 0; p < n_; ++p) {
         contributions.push_back(from(p) + (verb() == Verb::ReduceScatter ? mine : 0));
       }
-      reduce_range(source(me_), 0, part, &target(0), nullptr, contributions, /*streaming=*/false);
+      if (request_.targets[0].size() == 1) {
+        reduce_range(source(me_), 0, part, &target(0), nullptr, contributions, /*streaming=*/false);
+        return;
+      }
+      // One reduction for all pieces.
+      const std::vector<const void*> all(contributions.begin(), contributions.end());
+      const std::unique_ptr<std::byte[]> result(new std::byte[part]);
+      reduce(request_.dtype, request_.reduce_op, result.get(), nullptr, all.data(), n_,
+             part / size_of(request_.dtype), factors_or_null(), /*streaming=*/false);
+      target(0).write(0, part, result.get(), /*streaming=*/false);
       return;
     }
     case Verb::Broadcast:
