@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -558,6 +560,26 @@ def test_works_futures_and_barriers(size: int) -> None:
         _sequence_numbers,
     ):
         run(size, fn, backend="shm")
+
+
+def _patient_threads() -> None:
+    """Who carries on with an asynchronous call does not take the core from who made it."""
+    rank = dist.get_rank()
+    x = torch.ones(3_000_000)
+    work = dist.all_reduce(x, async_op=True)
+    arrived = work.get_future()  # which needs a thread
+    arrived.wait()
+    policies = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # another thread may end
+            if (task / "comm").read_text().strip() == "c10d_ext_shm":
+                policies.add(os.sched_getscheduler(int(task.name)))
+    assert policies == {os.SCHED_BATCH}, (rank, policies)
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+def test_progress_threads_wait_for_their_turn() -> None:
+    run(2, _patient_threads, backend="shm")
 
 
 def _spans() -> None:

@@ -1,6 +1,7 @@
 #include "backends/shm/engine.h"
 
 #include <linux/futex.h>
+#include <pthread.h>
 #include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -49,6 +50,15 @@ void pause() {
 #elif defined(__aarch64__)
   asm volatile("yield");
 #endif
+}
+
+// Of the thread that calls: woken, it waits for its turn. Otherwise it would take the core from who
+// woke it, in the middle of the call that started something to be done aside.
+void be_patient() {
+  if (sched_getscheduler(0) == SCHED_OTHER) {
+    const sched_param none{};
+    static_cast<void>(sched_setscheduler(0, SCHED_BATCH, &none));  // where it may
+  }
 }
 
 bool is_point_to_point(Verb verb) {
@@ -759,6 +769,8 @@ class Engine::Impl : public std::enable_shared_from_this<Engine::Impl> {
   // Starts with the shift, and waits for another one once that was taken over by a thread that
   // may be in a callback next.
   void progress() {
+    pthread_setname_np(pthread_self(), "c10d_ext_shm");
+    be_patient();
     for (;;) {
       Shift shift(*this);
       const auto relieved = [&] { return shift.over() || !is_left_alone(); };
