@@ -171,6 +171,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("work_of", &work_of);
   m.def("started_work_of", &started_work_of);
   m.def("start_messages", &start_messages_of, pybind11::call_guard<pybind11::gil_scoped_release>());
+  m.def("attach_message", &attach_message, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("write_all_gather_block", &write_all_gather_block,
         pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("write_reduce_scatter_block", &write_reduce_scatter_block,

@@ -21,8 +21,6 @@ _PUBLIC = sorted(
     and not name.startswith("_")
     # Halves of autograd registrations and a context manager of the compiler, no collectives.
     and not name.endswith(("_backward", "_setup_context", "_ctx"))
-    # Point to point is not a collective; it comes with the imperative API.
-    and name not in ("isend_inplace", "irecv_inplace", "batch_p2p_ops_inplace")
 )
 
 

@@ -45,6 +45,9 @@ def start_messages(
     group_name: str,
 ) -> list[Work]: ...
 
+# The message's tensor is one to wait for from now on.
+def attach_message(message: Work) -> None: ...
+
 # Calls that a block holds back, in lists: one that looks like the one before it takes a short way.
 def remember(
     verb: str = ...,

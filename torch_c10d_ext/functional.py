@@ -32,7 +32,12 @@ from torch_c10d_ext.ops.all_to_all_single import (
     all_to_all_single_autograd,
 )
 from torch_c10d_ext.ops.barrier import barrier
-from torch_c10d_ext.ops.batch_isend_irecv import batch_isend_irecv
+from torch_c10d_ext.ops.batch_isend_irecv import (
+    batch_isend_irecv,
+    batch_p2p_ops_inplace,
+    irecv_inplace,
+    isend_inplace,
+)
 from torch_c10d_ext.ops.broadcast import broadcast, broadcast_coalesced, broadcast_inplace
 from torch_c10d_ext.ops.copy_to_group import copy_to_group
 from torch_c10d_ext.ops.gather import gather
@@ -74,11 +79,14 @@ __all__ = [
     "allow_inflight_collective_as_graph_input_ctx",
     "barrier",
     "batch_isend_irecv",
+    "batch_p2p_ops_inplace",
     "broadcast",
     "broadcast_coalesced",
     "broadcast_inplace",
     "copy_to_group",
     "gather",
+    "irecv_inplace",
+    "isend_inplace",
     "permute_tensor",
     "reduce",
     "reduce_from_group",

@@ -139,6 +139,23 @@ class PendingWork : public c10d::Work {
     }
   }
 
+  // A message, which may be over, and then leaves nothing behind.
+  void enlist_message() {
+    if (isCompleted() && is_done()) {
+      report();
+      return;
+    }
+    const auto self = PendingWorkPtr::reclaim_copy(this);
+    const at::Tensor tensor = result().at(0);
+    Registry::get().add(storage_of(tensor), self);
+    c10d::register_work(tensor, self);
+    if (cpu_) {
+      // What nobody waits for goes by itself. It may be over by now, and then calls at once.
+      getFuture();
+      subscribed_ = true;
+    }
+  }
+
   bool isCompleted() override {
     const auto inner = running();
     if (inner == nullptr) {
@@ -649,6 +666,13 @@ c10::intrusive_ptr<c10d::Work> follow(std::string_view op, const Group& group, a
                                       int64_t source, bool timed) {
   return c10::make_intrusive<PendingWork>(op, group, std::vector<at::Tensor>{std::move(tensor)},
                                           std::move(work), std::move(finish), source, timed);
+}
+
+void attach_message(const c10::intrusive_ptr<c10d::Work>& message) {
+  auto* work = dynamic_cast<PendingWork*>(message.get());
+  TORCH_CHECK(work != nullptr, "attach_message: must be given the work of a message, got another");
+  work->enlist_message();
+  started_here().add(PendingWorkPtr::reclaim_copy(work));
 }
 
 void note_over(const at::Tensor& output, const Facts& facts) {

@@ -51,6 +51,9 @@ c10::intrusive_ptr<c10d::Work> follow(std::string_view op, const Group& group, a
                                       c10::intrusive_ptr<c10d::Work> work, Finish finish,
                                       int64_t source, bool timed);
 
+// Attaches a message, as follow() gives it, to its tensor's storage, so that wait_tensor finds it.
+void attach_message(const c10::intrusive_ptr<c10d::Work>& message);
+
 // Waits for every collective that writes `t`'s storage. Blocks on CPU, orders streams on CUDA.
 void wait(const at::Tensor& t);
 
