@@ -712,18 +712,34 @@ def test_unused_results() -> None:
     run(2, _unused_results_do_not_unbalance_the_ranks)
 
 
-# Compiles one function with Inductor's caches on, and says whether code was taken from them.
-_COMPILE_ONCE = """
-import torch, torch.distributed as dist, torch_c10d_ext
+# Compiles one function with Inductor's caches on in three processes, and says of each whether code
+# was taken from them. A source file of the package changes before the last.
+_COMPILE_THRICE = """
+import os, sys
+import torch, torch.distributed as dist, torch._inductor.compile_fx
 from torch._dynamo.utils import counters
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-@torch.compile(fullgraph=True)
-def f(x):
-    return torch.ops.c10d_ext.wait_tensor(torch.ops.c10d_ext.all_reduce(x, "sum", "0")) + x
-assert torch.equal(f(torch.arange(4.0)), 2 * torch.arange(4.0))
-inductor = counters["inductor"]
-print("HITS", inductor["fxgraph_cache_hit"], "MISSES", inductor["fxgraph_cache_miss"])
-dist.destroy_process_group()
+def compile_once():
+    import torch_c10d_ext
+    assert torch_c10d_ext.__file__.startswith(os.getcwd())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    @torch.compile(fullgraph=True)
+    def f(x):
+        # No code of its own for the C++ compiler.
+        y = torch.ops.c10d_ext.all_gather_into_tensor(x, 1, "0")
+        return torch.ops.c10d_ext.wait_tensor(y)
+    assert torch.equal(f(torch.arange(4.0)), torch.arange(4.0))
+    inductor = counters["inductor"]
+    hits, misses = inductor["fxgraph_cache_hit"], inductor["fxgraph_cache_miss"]
+    print("HITS", hits, "MISSES", misses, flush=True)
+    dist.destroy_process_group()
+for change in ("", "", "# a new lowering"):
+    with open(sys.argv[1], "a") as source:
+        source.write(change)
+    assert "torch_c10d_ext" not in sys.modules
+    if os.fork() == 0:
+        compile_once()
+        os._exit(0)
+    assert os.wait()[1] == 0
 """
 
 
@@ -737,22 +753,16 @@ def test_changing_the_extension_serves_no_stale_code(tmp_path: Path) -> None:
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
         "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TORCHINDUCTOR_VEC_ISA_OK": "0",  # a new cache would have to find out
     }
-
-    def compile_once() -> str:
-        done = subprocess.run(
-            [sys.executable, "-c", _COMPILE_ONCE],
-            env=environment,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=INDUCTOR_DEADLINE,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
-
-    assert compile_once() == "HITS 0 MISSES 1"
-    assert compile_once() == "HITS 1 MISSES 0"
-    changed = package / "ops" / "all_reduce.py"
-    changed.write_text(changed.read_text() + "# a new lowering\n")
-    assert compile_once() == "HITS 0 MISSES 1"
+    done = subprocess.run(
+        [sys.executable, "-c", _COMPILE_THRICE, package / "ops" / "all_gather_into_tensor.py"],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=INDUCTOR_DEADLINE,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["HITS 0 MISSES 1", "HITS 1 MISSES 0", "HITS 0 MISSES 1"]
