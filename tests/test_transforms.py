@@ -922,7 +922,7 @@ def _graphs_without_gradients() -> None:
 # --- in the parent -------------------------------------------------------------------------------
 
 
-def _compiled() -> Any:
+def _compiled(backend: str) -> Any:
     """Transforms within compiled code, against values computed from all ranks' inputs."""
     n, rank = dist.get_world_size(), dist.get_rank()
     inputs = [smooth_values((3, 2), torch.float64, r) for r in range(n)]
@@ -965,20 +965,21 @@ def _compiled() -> Any:
         "vmap of all_gather": (vmap(gathered, in_dims=1, out_dims=1), xs.sin().reshape(-1, 2)),
     }
     report = Report()
-    for backend in ("aot_eager", "inductor"):
-        for name, (f, want) in cases.items():
-            if backend == "inductor" and name not in ("grad", "jvp", "vmap(grad)", "jvp of max"):
-                continue
-            with report.attempt(f"{name}, {backend}"):
-                torch._dynamo.reset()
-                got = torch.compile(f, backend=backend, fullgraph=True)(x)
-                report.expect(f"{name}, {backend}", values.close(got + 0, want))
+    for name, (f, want) in cases.items():
+        if backend == "inductor" and name not in ("grad", "jvp", "vmap(grad)", "jvp of max"):
+            continue
+        with report.attempt(name):
+            torch._dynamo.reset()
+            got = torch.compile(f, backend=backend, fullgraph=True)(x)
+            report.expect(name, values.close(got + 0, want))
     return report.result()
 
 
-@pytest.mark.parametrize(("backend", "size"), [("gloo", 3), ("shm", 2)])
-def test_within_compiled_code(backend: str, size: int) -> None:
-    verify(size, _compiled, backend=backend, deadline=200)
+@pytest.mark.parametrize(
+    ("compiler", "backend", "size"), [("aot_eager", "gloo", 3), ("inductor", "shm", 2)]
+)
+def test_within_compiled_code(compiler: str, backend: str, size: int) -> None:
+    verify(size, _compiled, compiler, backend=backend, deadline=200)
 
 
 @places(gloo=(1, 2), shm=(3, 4))
