@@ -1,18 +1,15 @@
-"""Every example runs with the command its docstring gives and prints what its docstring promises.
+"""Every example runs as its docstring says and prints what its docstring promises.
 
-The examples run as a user runs them: in processes of their own, under torchrun.
+The examples run in processes of their own, with what torchrun gives them.
 """
 
 import ast
-import os
 import re
-import shlex
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.harness.script import torchrun
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = [
@@ -30,11 +27,15 @@ def docstring(name: str) -> str:
     return text
 
 
-def documented_command(name: str) -> list[str]:
-    """The indented command line of the docstring, run with this interpreter."""
+def documented_command(name: str) -> tuple[int, list[str]]:
+    """The number of ranks and the arguments in the indented command line of the docstring."""
     lines = docstring(name).replace("\\\n", " ").splitlines()
-    (command,) = [line for line in lines if line.startswith("    python ")]
-    return [sys.executable, *shlex.split(command)[1:]]
+    (command,) = [line.split() for line in lines if line.startswith("    python ")]
+    place = command.index(f"examples/{name}.py")
+    launcher = "python -m torch.distributed.run --standalone --nproc-per-node"
+    assert command[:place] in (["python"], [*launcher.split(), command[place - 1]])
+    ranks = int(command[place - 1]) if place > 1 else 1
+    return ranks, command[place + 1 :]
 
 
 def documented_output(name: str) -> list[str]:
@@ -43,33 +44,10 @@ def documented_output(name: str) -> list[str]:
     return [line.strip() for line in after.splitlines() if line.startswith("    ")]
 
 
-def run(command: list[str], seconds: float) -> str:
-    """Return stdout; on failure or after the deadline end the whole process group and fail."""
-    # A cached graph would hide a broken lowering; C++ kernels are still shared, keyed by content.
-    caches = {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, **caches, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        out, err = process.communicate(timeout=10)
-        pytest.fail(f"still running after {seconds} s:\n{out}\n{err[-4000:]}")
-    assert process.returncode == 0, f"exit status {process.returncode}:\n{out}\n{err[-4000:]}"
-    return out
-
-
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_prints_what_its_docstring_says(name):
-    out = run(documented_command(name), seconds=100)
+    ranks, arguments = documented_command(name)
+    out = torchrun(ranks, ROOT / f"examples/{name}.py", arguments, deadline=100)
     assert [line for line in out.splitlines() if line] == documented_output(name)
 
 
@@ -81,9 +59,9 @@ def test_every_example_is_tested():
 
 def test_training_on_a_mesh_of_two_by_two():
     """tp and dp together: losses fall and agree with eager and with the 1-rank reference."""
-    command = documented_command("train_char_transformer")
-    command[command.index("--nproc-per-node") + 1] = "4"
-    out = run([*command, "--quick", "--steps", "40"], seconds=200)
+    _, arguments = documented_command("train_char_transformer")
+    script = ROOT / "examples/train_char_transformer.py"
+    out = torchrun(4, script, [*arguments, "--quick", "--steps", "40"], deadline=200)
 
     assert out.splitlines()[-1].strip() == "All checks passed"
     assert "4 = 2 dp x 2 tp" in out

@@ -37,6 +37,8 @@ ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     # No pool of compiler processes per rank: the ranks are the parallelism.
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    # The CPU's vector instructions are the compiler's, too: every rank would try them anew.
+    "TORCHINDUCTOR_VEC_ISA_OK": "1",
     # A cached graph would hide a broken lowering; C++ kernels are still shared, keyed by content.
     "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
     "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
