@@ -49,7 +49,10 @@ def test_reuses_workers() -> None:
     assert run(2, _pid) == run(2, _pid)
 
 
-def test_reports_the_traceback_of_the_failing_rank_and_recovers() -> None:
+def test_reports_the_traceback_of_the_failing_rank_and_recovers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tests.harness.pool.GRACE", 0.5)  # rank 0 never ends by itself
     with pytest.raises(WorkersFailed, match="rank 1 raised(.|\n)*rank 1 says no"):
         run(2, _fail_on, 1)
     assert run(2, _all_reduce) == [3.0, 3.0]
