@@ -313,7 +313,8 @@ def _open_blocks_are_closed() -> Any:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_blocks(compiled: bool) -> None:
-    for backend, size in itertools.product(BACKENDS, (2, 3)):
+    places = itertools.product(BACKENDS, (2, 3))
+    for backend, size in zip(BACKENDS, (2, 3), strict=True) if compiled else places:
         run(size, _blocks, compiled, backend=backend, deadline=DEADLINE)
 
 
