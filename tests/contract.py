@@ -921,6 +921,8 @@ def check_export(module: str, form: str) -> Any:
             file.seek(0)
             loaded = torch.export.load(file)
             _compare(report, f"{what}, loaded", loaded.module()(*problem.xs), problem.want)
+            if not dynamic:
+                continue  # most of a decomposition is torch making its table
             lowered = program.run_decompositions()
             _compare(report, f"{what}, decomposed", lowered.module()(*problem.xs), problem.want)
     return report.result()
