@@ -101,6 +101,7 @@ PyMethodDef quick_methods[] = {
     {"wait", fastcall(wait_method), METH_FASTCALL, nullptr},
     {"remember", fastcall(remember), METH_FASTCALL, nullptr},
     {"hold_again", fastcall(hold_again), METH_FASTCALL, nullptr},
+    {"check_apart", fastcall(check_apart), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -171,6 +172,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("work_of", &work_of);
   m.def("started_work_of", &started_work_of);
   m.def("start_messages", &start_messages_of, pybind11::call_guard<pybind11::gil_scoped_release>());
+  m.def("check_held", &check_held);
   m.def("attach_message", &attach_message, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("write_all_gather_block", &write_all_gather_block,
         pybind11::call_guard<pybind11::gil_scoped_release>());

@@ -712,6 +712,65 @@ def test_unused_results() -> None:
     run(2, _unused_results_do_not_unbalance_the_ranks)
 
 
+# Two ranks compile what looks the same on both until shapes and derivatives are worked out, with
+# Inductor's caches on; then once more, in new processes.
+_COMPILE_ON_TWO_RANKS = """
+import datetime, os, sys
+import torch, torch.distributed as dist, torch._inductor.compile_fx
+from torch._dynamo.utils import counters
+def main(rank, store):
+    import torch_c10d_ext.functional as F
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    xs = [torch.arange(3.0) + 10 * r + 1 for r in range(2)]
+    product = lambda x: F.all_reduce(x, "product", None)
+    uneven = lambda x: F.reduce_scatter(x, "sum", [1, 2], None)
+    wants = {product: xs[0] * xs[1], uneven: (xs[0] + xs[1]).split([1, 2])[rank]}
+    grads = {product: 2 * xs[1 - rank], uneven: torch.ones(3)}
+    for f in (product, uneven):
+        x = xs[rank].clone().requires_grad_()
+        y = torch.compile(f, fullgraph=True)(x)
+        y.sum().backward()
+        assert torch.equal(y, wants[f]) and torch.equal(x.grad, grads[f]), (rank, y, x.grad)
+    hits = counters["inductor"]["fxgraph_cache_hit"]
+    sys.stdout.write(f"{rank} hits {hits}\\n")
+    sys.stdout.flush()
+    dist.destroy_process_group()
+for turn in range(2):
+    ranks = []
+    for rank in range(2):
+        ranks.append(os.fork())
+        if ranks[-1] == 0:
+            main(rank, f"{sys.argv[1]}/store{turn}")
+            os._exit(0)
+    assert [os.waitpid(pid, 0)[1] for pid in ranks] == [0, 0]
+"""
+
+
+def test_caches_tell_ranks_apart(tmp_path: Path) -> None:
+    environment = os.environ | {
+        "PYTHONPATH": str(Path(torch_c10d_ext.__file__).parent.parent),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TORCHINDUCTOR_VEC_ISA_OK": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", _COMPILE_ON_TWO_RANKS, tmp_path],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=INDUCTOR_DEADLINE,
+    )
+    assert done.returncode == 0, done.stderr
+    # Two graphs of two halves: none from another rank, all from this one.
+    assert sorted(done.stdout.splitlines()[:2]) == ["0 hits 0", "1 hits 0"]
+    assert sorted(done.stdout.splitlines()[2:]) == ["0 hits 4", "1 hits 4"]
+
+
 # Compiles one function with Inductor's caches on in three processes, and says of each whether code
 # was taken from them. A source file of the package changes before the last.
 _COMPILE_THRICE = """

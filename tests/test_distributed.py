@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
@@ -519,6 +520,99 @@ def test_blocks_of_calls_that_look_alike(size: int) -> None:
         run(size, _calls_that_look_alike, backend=backend)
 
 
+def _calls_that_share_memory() -> None:
+    n, rank = dist.get_world_size(), dist.get_rank()
+    one = r"calls of a block have no order, so none may touch what another writes, got"
+    here = rf".*\(rank {rank}/{n}, group '0'\)"
+    x, wide = torch.arange(6.0), torch.zeros(6 * n)
+    before = x.clone()
+
+    def reduced(*tensors: Tensor) -> Callable[[], None]:
+        def calls() -> None:
+            for tensor in tensors:
+                ours.all_reduce(tensor)
+
+        return calls
+
+    def reduced_and_gathered() -> None:
+        ours.all_gather_into_tensor(wide, x)
+        ours.all_reduce(x)
+
+    def sent_and_reduced() -> None:
+        ours.isend(x, (rank + 1) % n)
+        ours.all_reduce(x)
+
+    for calls in (
+        reduced(x, x),
+        reduced(x[:4], x[3:]),
+        reduced(torch.ones(1), x, torch.ones(1), x[2:3]),
+        reduced_and_gathered,
+        sent_and_reduced,
+    ):
+        with pytest.raises(ValueError, match=one + here), ours.coalescing_manager():
+            calls()
+        assert torch.equal(x, before)
+    # Neighbours in one buffer, and what is only read, are apart.
+    with ours.coalescing_manager():
+        ours.all_gather_into_tensor(wide[: 3 * n], x[:3])
+        ours.all_gather_into_tensor(wide[3 * n :], x[:3])
+        for part in x[3:].split(1):
+            ours.all_reduce(part)
+    assert torch.equal(wide, before[:3].repeat(2 * n))
+    assert torch.equal(x, torch.cat([before[:3], before[3:] * n]))
+
+    # A tracer tells tensors apart, not what they are views of.
+    def block(calls: Callable[[], None]) -> None:
+        with ours.coalescing_manager():
+            calls()
+
+    for calls in (reduced(x, x), reduced_and_gathered):
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="calls of a block have no order"):
+            torch.compile(block, fullgraph=True, backend="aot_eager")(calls)
+    ours.coalescing_manager().__enter__().__exit__(None, None, None)  # none is left open
+
+
+def _refused_at_the_call() -> None:
+    """A block with a call that is refused has sent nothing, whatever came before it."""
+    x = torch.ones(2)
+    for bad, error in (
+        (lambda: ours.all_reduce(torch.ones(2, dtype=torch.int32), dist.ReduceOp.AVG), "avg needs"),
+        (lambda: ours.all_reduce(torch.ones(1).expand(3)), "each element at a place of its own"),
+    ):
+        with ours.coalescing_manager():
+            ours.all_reduce(x)
+            with pytest.raises((TypeError, ValueError), match=error):
+                bad()
+            assert torch.equal(x, torch.ones(2))
+            x.zero_()  # of no use to anyone if it had been sent
+        assert torch.equal(x, torch.zeros(2))
+        x.fill_(1)
+    with ours.coalescing_manager():
+        for _ in range(2):
+            work = ours.all_reduce(torch.ones(1), async_op=True)
+            with pytest.raises(ValueError, match="IllegalWork"):
+                work.wait()
+
+
+def test_what_a_block_refuses() -> None:
+    for backend in BACKENDS:
+        for fn in (_calls_that_share_memory, _refused_at_the_call):
+            run(2, fn, backend=backend)
+
+
+def _barrier_by_any_name() -> None:
+    group = dist.group.WORLD
+    for name in (group, group.group_name, [0, 1], init_device_mesh("cpu", (2,))):
+        ours.barrier(name)
+    with pytest.raises(ValueError, match="known: '0'.*got 'nobody'"):
+        ours.barrier("nobody")
+
+
+def test_barrier_by_any_name() -> None:
+    run(2, _barrier_by_any_name)
+
+
 # --- tracing -------------------------------------------------------------------------------------
 
 # What a tracer sees of each.
@@ -757,8 +851,48 @@ def _gradients() -> None:
     assert torch.equal(*results)
 
 
+def _gradients_later() -> None:
+    """The same of works and of blocks, whose values arrive at a wait."""
+    rank = dist.get_rank()
+
+    def work(y: Tensor, z: Tensor) -> None:
+        for started in (ours.all_reduce(y, async_op=True), ours.broadcast(z, 1, async_op=True)):
+            started.wait()
+
+    def block(async_ops: bool) -> Callable[[Tensor, Tensor], None]:
+        def calls(y: Tensor, z: Tensor) -> None:
+            with ours.coalescing_manager(async_ops=async_ops) as manager:
+                ours.all_reduce(y)
+                ours.all_reduce(z, dist.ReduceOp.MAX)
+            manager.wait()
+
+        return calls
+
+    for calls in (work, block(False), block(True)):
+
+        def f(x: Tensor, p: Tensor, calls: Any = calls) -> Tensor:
+            y, z = x * 3, x * 5
+            calls(y, z)
+            calls(p, torch.ones(1))  # a leaf
+            return (y * y).sum() + (z * z).sum() + (p * p).sum()
+
+        results = []
+        for compiler in (None, "aot_eager", "inductor"):
+            torch._dynamo.reset()
+            function = f if compiler is None else torch.compile(f, backend=compiler, fullgraph=True)
+            x = (torch.arange(3.0) + rank).requires_grad_()
+            p = torch.full((3,), 2.0 + rank).requires_grad_()
+            function(x, p).backward()
+            results.append((x.grad, p.grad, p.detach()))
+        assert results[0][0].abs().sum() > 0
+        for compiled in results[1:]:
+            for ours_, eager in zip(compiled, results[0], strict=True):
+                assert torch.equal(ours_, eager), calls
+
+
 def test_gradients_pass_by() -> None:
     run(2, _gradients)
+    run(2, _gradients_later, backend="shm", deadline=100)
 
 
 def _same_as_torch() -> None:

@@ -454,6 +454,7 @@ def _gradients() -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
     yield "copy_to_group", lambda x: F.copy_to_group(x, g)
     yield "reduce_from_group", lambda x: F.reduce_from_group(x, g)
     yield "coalesced", lambda x: torch.cat(F.all_reduce_coalesced([x, x * x], "sum", g))
+    yield "broadcast_coalesced", lambda x: torch.cat(F.broadcast_coalesced([x, x * 2], n - 1, g))
     yield "wait_tensor", lambda x: F.wait_tensor(x)
     for op in ("sum", "max", "product"):
         yield f"all_reduce_inplace {op}", lambda x, op=op: F.all_reduce_inplace(x, op, g)
@@ -541,18 +542,29 @@ def _imperative() -> Iterator[tuple[str, Callable[[Tensor], list[Tensor]]]]:
 
         return run_it
 
-    def block(x: Tensor) -> list[Tensor]:
-        ys = [x * (i + 1) for i in range(3)]
-        with ours.coalescing_manager():
-            for y in ys:
-                ours.all_reduce(y)
-        return ys
+    def block(wait_later: bool) -> Callable[[Tensor], list[Tensor]]:
+        def run_it(x: Tensor) -> list[Tensor]:
+            ys = [x * (i + 1) for i in range(3)]
+            wide = [x.new_full((2 * n * n, 3), -1.0) for _ in ys]
+            rows = [x.new_full((2, 3), -1.0) for _ in ys]
+            with ours.coalescing_manager(async_ops=wait_later) as calls:
+                for y in ys:
+                    ours.all_reduce(y)
+                for out in wide:
+                    ours.all_gather_into_tensor(out, x)
+                for out in rows:
+                    ours.reduce_scatter_tensor(out, x)
+            calls.wait()
+            return [*ys, *wide, *rows]
+
+        return run_it
 
     yield "all_reduce", in_place(ours.all_reduce)
     yield "all_reduce, async", in_place(lambda y: ours.all_reduce(y, async_op=True).wait())
     yield "broadcast", in_place(lambda y: ours.broadcast(y, n - 1))
     yield "reduce", in_place(lambda y: ours.reduce(y, 0))
-    yield "a block", block
+    yield "a block", block(False)
+    yield "a block that is waited for later", block(True)
     yield "all_gather_into_tensor", written(ours.all_gather_into_tensor, 2 * n * n, 3)
     yield "reduce_scatter_tensor", written(ours.reduce_scatter_tensor, 2, 3)
     yield "all_to_all_single", written(ours.all_to_all_single, 2 * n, 3)

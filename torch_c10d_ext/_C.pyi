@@ -59,6 +59,17 @@ def remember(
     /,
 ) -> None: ...
 def hold_again(verb: str, op: object, group: object, input: object, output: object, /) -> bool: ...
+def check_held(
+    op: str,
+    group_name: str,
+    reduce_op: str,
+    factor: complex | None,
+    input: torch.Tensor,
+    output: torch.Tensor,
+) -> None: ...
+
+# The inputs and the outputs of a run of calls, then those of the next.
+def check_apart(group_name: str, /, *tensors: list[torch.Tensor]) -> None: ...
 
 # The calls of a block; as `writes`. Each output fits its input.
 def write_all_gather_block(

@@ -81,6 +81,17 @@ def group_name(group: Group, tag: str = "") -> str:
     )
 
 
+def places() -> str:
+    """This rank in every group that it knows: what results of this rank depend on."""
+    groups = c10d._world.pg_names.items()
+    return ",".join(sorted(f"{name}:{pg.rank()}/{pg.size()}" for pg, name in groups))
+
+
+def illegal_work() -> dist.Work:
+    """The work of a call that its block still holds, which cannot be waited for."""
+    return c10d._IllegalWork()
+
+
 def member(op: str, group: Group) -> str | None:
     """The registered name of ``group``; None, with torch's warning, on ranks outside of it."""
     if group is None and (default := c10d._world.default_pg) is not None:

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from torch_c10d_ext._groups import places
+
 _LOWERING_MODULE = "torch._inductor.lowering"
 
 # op overload -> lowering, waiting for Inductor to be imported.
@@ -188,16 +190,32 @@ class _RegisterAfterImport(importlib.abc.MetaPathFinder):
 
 
 def _key_caches() -> None:
-    """Puts this build into the key of Inductor's caches, which does not cover lowerings like ours.
+    """Puts this build, and the rank, into the key of the caches of compiled code.
 
-    Code compiled with another build of this package is then never served.
+    The key does not cover lowerings like ours: code of another build is then never served. Nor does
+    it tell ranks apart, whose graphs look the same until shapes and derivatives are worked out.
     """
     import torch.compiler.config as config
 
     mark = f"c10d_ext={_fingerprint()}"
     parts = [part for part in config.cache_key_tag.split(";") if part]
-    if mark not in parts:
-        config.cache_key_tag = ";".join([*parts, mark])
+    if not isinstance(config.cache_key_tag, _CacheTag):
+        config.cache_key_tag = _CacheTag(";".join([*(p for p in parts if p != mark), mark]))
+
+
+class _CacheTag(str):
+    """A tag that says, where a cache pickles it into a key, what this rank is in its groups."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (f"{self};{places()}",)
+
+    def __copy__(self) -> _CacheTag:
+        return self
+
+    def __deepcopy__(self, memo: object) -> _CacheTag:
+        return self
 
 
 @functools.cache

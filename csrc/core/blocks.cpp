@@ -3,12 +3,20 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
+
 #include "core/at_once.h"
 #include "core/op.h"
 
 namespace c10d_ext {
 
 namespace {
+
+// Lazy tensors have to pass the dispatcher.
+bool may_write(const Tensors& tensors) {
+  return entry::is_plain(tensors) &&
+         std::none_of(tensors.begin(), tensors.end(), [](const auto& t) { return t.is_lazy(); });
+}
 
 // The inputs, apart from what is about to be written.
 Tensors prepared(std::string_view op, const Group& group, const Tensors& inputs,
@@ -90,7 +98,8 @@ PyObject* hold_again(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
     Py_RETURN_FALSE;
   }
   const at::Tensor& like = THPVariable_Unpack(PyList_GET_ITEM(known.outputs, 0));
-  if (!is_tensor_of(output, like)) {
+  // An output of other strides may have two elements in one place.
+  if (!is_tensor_of(output, like) || !THPVariable_Unpack(output).is_contiguous()) {
     Py_RETURN_FALSE;
   }
   if (known.inputs != known.outputs) {
@@ -108,9 +117,86 @@ PyObject* hold_again(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   Py_RETURN_TRUE;
 }
 
+void check_held(const std::string& op, const std::string& group_name, const std::string& reduce_op,
+                const std::optional<c10::Scalar>& factor, const at::Tensor& input,
+                const at::Tensor& output) {
+  const Group group = resolve_group(op, group_name);
+  check_strided(op, group, "input", input);
+  check_same_kind(op, group, output, input);
+  if (!reduce_op.empty()) {
+    static_cast<void>(parse_reduction(op, group, reduce_op, factor, input.scalar_type()));
+  }
+}
+
+namespace {
+
+// What a call of a block reads or writes.
+struct Touched {
+  const char* begin;
+  const char* end;
+  size_t call;
+  bool written;
+};
+
+bool add_touched(PyObject* list, size_t first_call, bool written, std::vector<Touched>& all) {
+  if (!PyList_Check(list)) {
+    PyErr_SetString(PyExc_TypeError, "check_apart: must be called with lists");
+    return false;
+  }
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) {
+    at::Tensor t;
+    if (entry::read(PyList_GET_ITEM(list, i), t) && c10d_ext::is_plain(t) && !t.is_lazy() &&
+        t.is_non_overlapping_and_dense() && t.numel() != 0) {
+      const auto* data = static_cast<const char*>(t.const_data_ptr());
+      all.push_back({data, data + t.nbytes(), first_call + static_cast<size_t>(i), written});
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+PyObject* check_apart(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
+  std::vector<Touched> all;
+  size_t calls = 0;
+  for (Py_ssize_t i = 1; i + 1 < given; i += 2) {
+    // Of an all_reduce they are one list.
+    if ((arguments[i] != arguments[i + 1] && !add_touched(arguments[i], calls, false, all)) ||
+        !add_touched(arguments[i + 1], calls, true, all)) {
+      return nullptr;
+    }
+    calls += std::max(PyList_GET_SIZE(arguments[i]), PyList_GET_SIZE(arguments[i + 1]));
+  }
+  std::sort(all.begin(), all.end(),
+            [](const Touched& a, const Touched& b) { return a.begin < b.begin; });
+  std::vector<Touched> open;
+  for (const Touched& next : all) {
+    open.erase(std::remove_if(open.begin(), open.end(),
+                              [&](const Touched& t) { return t.end <= next.begin; }),
+               open.end());
+    for (const Touched& other : open) {
+      if (other.call == next.call || !(other.written || next.written)) {
+        continue;
+      }
+      std::string_view name;
+      const bool known = entry::read(arguments[0], name);
+      static_cast<void>(entry::run([&] {
+        constexpr std::string_view op = "coalescing_manager";
+        value_error(op, resolve_group(op, known ? name : ""),
+                    "calls of a block have no order, so none may touch what another writes, got "
+                    "memory in common of its calls ",
+                    std::min(other.call, next.call), " and ", std::max(other.call, next.call));
+      }));
+      return nullptr;
+    }
+    open.push_back(next);
+  }
+  Py_RETURN_NONE;
+}
+
 bool write_all_gather_block(bool async_op, const Tensors& inputs, const Tensors& outputs,
                             const std::string& group_name) {
-  if (!entry::is_plain(inputs) || !entry::is_plain(outputs)) {
+  if (!may_write(inputs) || !may_write(outputs)) {
     return false;
   }
   constexpr std::string_view op = "all_gather_into_tensor_coalesced";
@@ -125,7 +211,7 @@ bool write_reduce_scatter_block(bool async_op, const Tensors& inputs, const Tens
                                 const std::string& reduce_op,
                                 const std::optional<c10::Scalar>& factor,
                                 const std::string& group_name) {
-  if (!entry::is_plain(inputs) || !entry::is_plain(outputs)) {
+  if (!may_write(inputs) || !may_write(outputs)) {
     return false;
   }
   constexpr std::string_view op = "reduce_scatter_tensor_coalesced";

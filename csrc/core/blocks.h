@@ -22,6 +22,16 @@ PyObject* remember(PyObject*, PyObject* const* arguments, Py_ssize_t given);
 // it is as remembered and its tensors go with those that are there.
 PyObject* hold_again(PyObject*, PyObject* const* arguments, Py_ssize_t given);
 
+// Raises what a call would be refused for at the end of its block, when others were sent.
+void check_held(const std::string& op, const std::string& group_name, const std::string& reduce_op,
+                const std::optional<c10::Scalar>& factor, const at::Tensor& input,
+                const at::Tensor& output);
+
+// check_apart(group_name, inputs, outputs, inputs, outputs, ...): raises where a call of a block,
+// one of each list, touches what another one writes: they have no order. Of dense tensors alone;
+// whether others overlap is too hard to tell.
+PyObject* check_apart(PyObject*, PyObject* const* arguments, Py_ssize_t given);
+
 }  // namespace c10d_ext
 
 // The calls of a coalescing block as one, from and into the caller's own tensors, without a

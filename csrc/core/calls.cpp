@@ -125,10 +125,13 @@ Tensors reduce_coalesced(const Tensors& inputs, const Reduction& reduction, int6
     flat.push_back(input.reshape(-1));
     sizes.push_back(input.sym_numel());
   }
-  Tensors results =
-      reduce(at::cat(flat), reduction, dst, group).split_with_sizes_symint(sizes, /*dim=*/0);
-  for (size_t i = 0; i < results.size(); ++i) {
-    results[i] = results[i].view_symint(inputs[i].sym_sizes());
+  const at::Tensor reduced = reduce(at::cat(flat), reduction, dst, group);
+  Tensors results;
+  c10::SymInt offset = 0;
+  for (size_t i = 0; i < inputs.size(); ++i) {  // torch's lazy split is not lazy
+    results.push_back(
+        reduced.narrow_symint(0, offset, sizes[i]).view_symint(inputs[i].sym_sizes()));
+    offset = offset + sizes[i];
   }
   return results;
 }

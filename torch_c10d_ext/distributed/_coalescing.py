@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_c10d_ext import _C
-from torch_c10d_ext._groups import Group, group_name, group_size
+from torch_c10d_ext._groups import Group, group_name, group_size, where
 from torch_c10d_ext.distributed import _delivery
 from torch_c10d_ext.errors import InvalidArgument
 
@@ -190,6 +190,9 @@ class CoalescingManager:
     def _start(self, async_ops: bool = True) -> None:
         _forget()
         runs, self._runs = self._runs, []
+        if not torch.compiler.is_compiling():
+            touched = [lists for run in runs for lists in _touched(run)]
+            _C.check_apart(self._name, *touched)
         for run in runs:
             if isinstance(run, Run):
                 self.append(run.start(self._name, async_ops or len(runs) > 1))
@@ -199,6 +202,16 @@ class CoalescingManager:
                 for held, work in zip(run, works, strict=True):
                     held.started = work
                 self._works += works
+
+
+def _touched(run: Run | list[HeldMessage]) -> list[list[Tensor]]:
+    """What the calls of a run read, and what they write; a message does one of the two."""
+    if isinstance(run, Run):
+        return [run.inputs, run.outputs]
+    messages = [held.message for held in run]
+    sent = [message.tensor for message in messages if message.sends]
+    received = [message.tensor for message in messages if not message.sends]
+    return [sent, [], [], received]
 
 
 def hold_messages(name: str, messages: list[_delivery.Message]) -> list[HeldMessage] | None:
@@ -221,6 +234,18 @@ def release(name: str) -> None:
         open_blocks[name]._start()
 
 
+def _check_another(name: str, runs: list[Any], input: Tensor, output: Tensor) -> None:
+    """What ``_C.check_apart`` asks for, as far as a tracer can tell."""
+    for run in runs:
+        if isinstance(run, Run):
+            for read, written in zip(run.inputs, run.outputs, strict=True):
+                if output is written or output is read or input is written:
+                    raise InvalidArgument(
+                        "coalescing_manager: calls of a block have no order, so none may touch "
+                        f"what another writes, got two calls with one tensor {where(name)}"
+                    )
+
+
 def hold(
     name: str,
     verb: str,
@@ -235,6 +260,10 @@ def hold(
 
     The next one of the same two may go through ``_C.hold_again``.
     """
+    remembers = False  # the factor of an op may change, as may the ranks in a list
+    if not torch.compiler.is_compiling():
+        _forget()
+        _C.check_held(verb, name, reduction, factor, input, output)
     runs = open_blocks[name]._runs
     run = runs[-1] if runs else None
     if (
@@ -247,9 +276,12 @@ def hold(
     ):
         run = Run(verb, reduction, factor, input.dtype, input.device)
         runs.append(run)
+    if torch.compiler.is_compiling():
+        _check_another(name, runs, input, output)
+    elif factor is None and not isinstance(group, list):
+        remembers = True
     if run.inputs is not run.outputs:
         run.inputs.append(input)
     run.outputs.append(output)
-    # The factor of an op may change, as may the ranks in a list.
-    if factor is None and not isinstance(group, list) and not torch.compiler.is_compiling():
+    if remembers:
         _C.remember(verb, op, group, group_size(name), run.inputs, run.outputs)

@@ -20,8 +20,10 @@ from torch_c10d_ext._groups import (
     Group,
     barrier_device,
     cpu_backend,
+    group_name,
     group_rank,
     group_size,
+    illegal_work,
     member,
     process_group,
     reduction_of,
@@ -131,7 +133,7 @@ def all_reduce(tensor: Tensor, op: Any = _SUM, group: Group = None, async_op: bo
         and not _is_dynamo_compiling()
         and _hold_again("all_reduce", op, group, tensor, tensor)
     ):
-        return None
+        return illegal_work() if async_op else None
     name = member("all_reduce", group)
     if name is None:
         return None
@@ -141,7 +143,8 @@ def all_reduce(tensor: Tensor, op: Any = _SUM, group: Group = None, async_op: bo
         return dist.all_reduce(tensor, reduce_op, process_group(name), async_op)
     reduction, factor = reduction_of(op)
     if name in _open_blocks:
-        return _hold(name, "all_reduce", op, group, tensor, tensor, reduction, factor)
+        _hold(name, "all_reduce", op, group, tensor, tensor, reduction, factor)
+        return illegal_work() if async_op and not _is_compiling() else None
     if not _is_compiling() and _all_reduce_(async_op, tensor, reduction, name, factor=factor):
         return _delivery.work_of([tensor]) if async_op else None
     with torch.no_grad():
@@ -403,7 +406,7 @@ def all_gather_into_tensor(
         and not _is_dynamo_compiling()
         and _hold_again(verb, None, group, input_tensor, output_tensor)
     ):
-        return None
+        return illegal_work() if async_op else None
     name = member(verb, group)
     if name is None:
         return None
@@ -413,7 +416,8 @@ def all_gather_into_tensor(
     ranks = group_size(name)
     _check_numel(verb, output_tensor, ranks * input_tensor.numel(), "N times the input's", name)
     if name in _open_blocks:
-        return _hold(name, verb, None, group, input_tensor, output_tensor)
+        _hold(name, verb, None, group, input_tensor, output_tensor)
+        return illegal_work() if async_op and not _is_compiling() else None
     if not _is_compiling() and _all_gather_into_tensor_out(
         async_op, input_tensor, ranks, name, out=output_tensor
     ):
@@ -497,7 +501,7 @@ def reduce_scatter_tensor(
     """
     verb = "reduce_scatter_tensor"
     if _open_blocks and not _is_dynamo_compiling() and _hold_again(verb, op, group, input, output):
-        return None
+        return illegal_work() if async_op else None
     name = member(verb, group)
     if name is None:
         return None
@@ -514,7 +518,8 @@ def reduce_scatter_tensor(
     # The rows of a rank are one row to the op: any shape of the same elements will do.
     rows = input.reshape(ranks, -1) if input.dim() == 0 or input.shape[0] % ranks else input
     if name in _open_blocks:
-        return _hold(name, verb, op, group, rows, output, reduction, factor)
+        _hold(name, verb, op, group, rows, output, reduction, factor)
+        return illegal_work() if async_op and not _is_compiling() else None
     if not _is_compiling() and _reduce_scatter_tensor_out(
         async_op, rows, reduction, ranks, name, factor=factor, out=output
     ):
@@ -783,6 +788,8 @@ def barrier(
     """
     if not torch.compiler.is_compiling():
         more = {} if timeout is None else {"timeout": timeout}
+        if group is not None and group is not dist.GroupMember.NON_GROUP_MEMBER:
+            group = process_group(group_name(group))
         return dist.barrier(group, async_op, device_ids, **more)  # type: ignore[arg-type]
     name = member("barrier", group)
     if name is None:

@@ -39,7 +39,8 @@ class TracedWork:
         """Puts the values into the targets; the backend's own timeout ends a traced wait."""
         if not self._waited:
             self._waited = True
-            _settle(self._started, self._targets)
+            with torch.no_grad():
+                _settle(self._started, self._targets)
         return True
 
     def is_completed(self) -> bool:
