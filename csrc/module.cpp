@@ -1,6 +1,7 @@
 // torch_c10d_ext._C: what Python needs beside the ops themselves.
 
 #include <c10/core/GradMode.h>
+#include <pybind11/complex.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
@@ -114,6 +115,20 @@ pybind11::object wrapper_of(pybind11::handle type, pybind11::handle elem) {
   return wrapper;
 }
 
+// pybind11 does not know scalars.
+std::optional<c10::Scalar> factor_of(pybind11::handle factor) {
+  if (factor.is_none()) {
+    return std::nullopt;
+  }
+  if (PyComplex_Check(factor.ptr())) {
+    return c10::Scalar(c10::complex<double>(factor.cast<std::complex<double>>()));
+  }
+  if (PyLong_Check(factor.ptr())) {
+    return c10::Scalar(factor.cast<int64_t>());
+  }
+  return c10::Scalar(factor.cast<double>());
+}
+
 const char* class_of(CollectiveError::Kind kind) {
   switch (kind) {
     case CollectiveError::Kind::RankLost:
@@ -172,12 +187,22 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("work_of", &work_of);
   m.def("started_work_of", &started_work_of);
   m.def("start_messages", &start_messages_of, pybind11::call_guard<pybind11::gil_scoped_release>());
-  m.def("check_held", &check_held);
+  m.def("check_held",
+        [](const std::string& op, const std::string& group, const std::string& reduce_op,
+           py::handle factor, const at::Tensor& input, const at::Tensor& output) {
+          check_held(op, group, reduce_op, factor_of(factor), input, output);
+        });
   m.def("attach_message", &attach_message, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("write_all_gather_block", &write_all_gather_block,
         pybind11::call_guard<pybind11::gil_scoped_release>());
-  m.def("write_reduce_scatter_block", &write_reduce_scatter_block,
-        pybind11::call_guard<pybind11::gil_scoped_release>());
+  m.def("write_reduce_scatter_block",
+        [](bool async_op, const std::vector<at::Tensor>& inputs,
+           const std::vector<at::Tensor>& outputs, const std::string& reduce_op, py::handle factor,
+           const std::string& group) {
+          const auto scalar = factor_of(factor);
+          const py::gil_scoped_release no_gil;
+          return write_reduce_scatter_block(async_op, inputs, outputs, reduce_op, scalar, group);
+        });
   m.def("peel_batch", &peel_batch);
   m.def("add_batch", &add_batch);
   m.def("sweep", &sweep, pybind11::call_guard<pybind11::gil_scoped_release>());

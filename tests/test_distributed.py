@@ -502,6 +502,19 @@ def _calls_that_look_alike() -> None:
         assert torch.equal(whole_, (torch.arange(n) + start).repeat_interleave(2))
     assert [share.item() for share in shares] == [rank * n] * 2
 
+    # So is a factor, which the op may have been given anew.
+    twice = dist._make_nccl_premul_sum(2.0)
+    plain, scaled = sums(3), sums(3)
+    halves = [torch.zeros(1), torch.zeros(1)]
+    with ours.coalescing_manager():
+        for x, y in zip(plain, scaled, strict=True):
+            ours.all_reduce(x)
+            ours.all_reduce(y, twice)
+        for half in halves:
+            ours.reduce_scatter_tensor(half, rows, dist._make_nccl_premul_sum(0.5))
+    assert right(plain) and all(torch.equal(y, 2 * x) for x, y in zip(plain, scaled, strict=True))
+    assert [half.item() for half in halves] == [rank * n / 2] * 2
+
     # The ranks of a list are looked at each time.
     ranks = list(range(n))
     listed = sums(2)
