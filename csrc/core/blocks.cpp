@@ -143,10 +143,15 @@ bool add_touched(PyObject* list, size_t first_call, bool written, std::vector<To
     PyErr_SetString(PyExc_TypeError, "check_apart: must be called with lists");
     return false;
   }
+  all.reserve(all.size() + PyList_GET_SIZE(list));
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) {
-    at::Tensor t;
-    if (entry::read(PyList_GET_ITEM(list, i), t) && c10d_ext::is_plain(t) && !t.is_lazy() &&
-        t.is_non_overlapping_and_dense() && t.numel() != 0) {
+    PyObject* const item = PyList_GET_ITEM(list, i);
+    if (!THPVariable_CheckExact(item)) {
+      continue;
+    }
+    const at::Tensor& t = THPVariable_Unpack(item);
+    if (c10d_ext::is_plain(t) && !t.is_lazy() && t.is_non_overlapping_and_dense() &&
+        t.numel() != 0) {
       const auto* data = static_cast<const char*>(t.const_data_ptr());
       all.push_back({data, data + t.nbytes(), first_call + static_cast<size_t>(i), written});
     }
@@ -169,6 +174,11 @@ PyObject* check_apart(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   }
   std::sort(all.begin(), all.end(),
             [](const Touched& a, const Touched& b) { return a.begin < b.begin; });
+  if (std::adjacent_find(all.begin(), all.end(), [](const Touched& a, const Touched& b) {
+        return a.end > b.begin;
+      }) == all.end()) {
+    Py_RETURN_NONE;
+  }
   std::vector<Touched> open;
   for (const Touched& next : all) {
     open.erase(std::remove_if(open.begin(), open.end(),
