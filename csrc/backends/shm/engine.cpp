@@ -53,11 +53,13 @@ void pause() {
 }
 
 // Of the thread that calls: woken, it waits for its turn. Otherwise it would take the core from who
-// woke it, in the middle of the call that started something to be done aside.
+// woke it, in the middle of the call that started something to be done aside. Not for what a
+// callback starts.
 void be_patient() {
   if (sched_getscheduler(0) == SCHED_OTHER) {
     const sched_param none{};
-    static_cast<void>(sched_setscheduler(0, SCHED_BATCH, &none));  // where it may
+    static_cast<void>(
+        sched_setscheduler(0, SCHED_BATCH | SCHED_RESET_ON_FORK, &none));  // where it may
   }
 }
 
