@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -583,13 +584,14 @@ def _imperative() -> Iterator[tuple[str, Callable[[Tensor], list[Tensor]]]]:
 
 def _imperative_calls() -> Any:
     lazy, report = start_lazy(), Report()
-    x = values.values((2 * dist.get_world_size(), 3), torch.float64, dist.get_rank())
-    for what, f in _imperative():
+    dtypes = (torch.float64, torch.int64, torch.complex64)
+    for dtype, (what, f) in itertools.product(dtypes, _imperative()):
+        x = values.values((2 * dist.get_world_size(), 3), dtype, dist.get_rank())
         want = f(x.clone())
         got = f(x.clone().to("lazy"))
         lazy.mark_step()
         for each, (a, b) in enumerate(zip(got, want, strict=True)):
-            report.expect(f"{what}: {each}", values.close(a.cpu(), b))
+            report.expect(f"{what} {dtype}: {each}", values.close(a.cpu(), b))
     report.expect("fallbacks", ", ".join(fallbacks()))
     return report.result()
 

@@ -74,9 +74,10 @@ def writes_directly(output: torch.Tensor, input: torch.Tensor) -> bool:
 
 def replace(output: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """``output.copy_(values)``, which would run a lazy graph at once."""
-    if output.device.type == "lazy" and output.is_floating_point():
-        return output.fill_(-0.0).add_(values)  # what is added to minus zero keeps its sign
-    return output.copy_(values)
+    if output.device.type != "lazy" or output.dtype == torch.bool:
+        return output.copy_(values)
+    # What is added to minus zero keeps its sign.
+    return output.fill_(complex(-0.0, -0.0) if output.is_complex() else -0.0).add_(values)
 
 
 def captures_numbers() -> bool:

@@ -235,8 +235,10 @@ namespace {
 
 // torch has no lazy copy_: it runs eagerly, and cuts the graph in two.
 void replace(const at::Tensor& tensor, const at::Tensor& values) {
-  if (tensor.device().is_lazy() && tensor.is_floating_point()) {
-    tensor.fill_(-0.0).add_(values);  // what added to minus zero keeps its sign
+  if (tensor.device().is_lazy()) {
+    // What is added to minus zero keeps its sign.
+    tensor.fill_(tensor.is_complex() ? c10::Scalar(c10::complex<double>(-0.0, -0.0)) : -0.0);
+    tensor.add_(values);
   } else {
     tensor.copy_(values);
   }
