@@ -53,13 +53,11 @@ void pause() {
 }
 
 // Of the thread that calls: woken, it waits for its turn. Otherwise it would take the core from who
-// woke it, in the middle of the call that started something to be done aside. Not for what a
-// callback starts.
+// woke it, in the middle of the call that started something to be done aside.
 void be_patient() {
   if (sched_getscheduler(0) == SCHED_OTHER) {
     const sched_param none{};
-    static_cast<void>(
-        sched_setscheduler(0, SCHED_BATCH | SCHED_RESET_ON_FORK, &none));  // where it may
+    static_cast<void>(sched_setscheduler(0, SCHED_BATCH, &none));  // where it may
   }
 }
 
@@ -771,8 +769,8 @@ class Engine::Impl : public std::enable_shared_from_this<Engine::Impl> {
   // Starts with the shift, and waits for another one once that was taken over by a thread that
   // may be in a callback next.
   void progress() {
-    pthread_setname_np(pthread_self(), "c10d_ext_shm");
     be_patient();
+    pthread_setname_np(pthread_self(), "c10d_ext_shm");
     for (;;) {
       Shift shift(*this);
       const auto relieved = [&] { return shift.over() || !is_left_alone(); };
