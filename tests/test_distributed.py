@@ -52,7 +52,7 @@ def test_has_every_name_of_torch() -> None:
     assert public <= set(ours.__all__)
     assert {"all_reduce", "all_to_all_single", "scatter"} <= set(OURS)
     assert ours.group is dist.group
-    assert ours._make_nccl_premul_sum is dist._make_nccl_premul_sum
+    assert type(ours._make_nccl_premul_sum(0.5)) is type(dist._make_nccl_premul_sum(0.5))
     with pytest.raises(AttributeError, match="no_such_name"):
         ours.no_such_name  # noqa: B018
 
@@ -780,6 +780,19 @@ def _ways_to_say_it() -> None:
         for _ in range(2):
             ours.all_reduce(x[0], group=group)
         return x * 2
+
+    def made_inside(x: Tensor) -> Tensor:
+        ours.all_reduce(x, ours._make_nccl_premul_sum(0.25))
+        with ours.coalescing_manager():
+            ours.all_reduce(x, ours._make_nccl_premul_sum(2.0))
+        return x * 2
+
+    eager, compiled = torch.arange(3.0) + rank, torch.arange(3.0) + rank
+    want = made_inside(eager)
+    for backend in ("aot_eager", "inductor"):
+        compiled = torch.arange(3.0) + rank
+        got = torch.compile(made_inside, backend=backend, fullgraph=True)(compiled)
+        assert torch.equal(got, want) and torch.equal(eager, compiled)
 
     def later(x: Tensor) -> tuple[Tensor, Any]:
         work = ours.all_reduce(x, async_op=True)

@@ -235,7 +235,23 @@ def reduction_of(op: Any) -> tuple[str, complex | None]:
         return op, None
     if type(op) is dist.ReduceOp.RedOpType:
         return op.name.lower(), None
+    if type(op) is _TracedPremulSum:
+        return "premul_sum", op.factor
     return _reduction_with_factor(op)
+
+
+class _TracedPremulSum:
+    """``PREMUL_SUM`` made while Dynamo traces, which cannot make torch's."""
+
+    def __init__(self, factor: Any) -> None:
+        self.factor = factor
+
+
+def premul_sum(factor: Any) -> Any:
+    """A ``PREMUL_SUM`` of ``factor``, as torch's ``_make_nccl_premul_sum``, in a graph too."""
+    if torch.compiler.is_dynamo_compiling():
+        return _TracedPremulSum(int(factor) if factor == int(factor) else factor)
+    return dist._make_nccl_premul_sum(factor)
 
 
 def _reduction_with_factor(op: Any) -> tuple[str, complex | None]:

@@ -23,6 +23,7 @@ import torch.distributed.distributed_c10d as distributed_c10d
 from torch.distributed import *
 from torch.distributed.distributed_c10d import *
 
+from torch_c10d_ext._groups import premul_sum as _premul_sum
 from torch_c10d_ext.distributed._coalescing import CoalescingManager as CoalescingManager
 from torch_c10d_ext.distributed._collectives import (
     all_gather as all_gather,
@@ -115,6 +116,7 @@ from torch_c10d_ext.distributed._subgroups import (
 all_gather_single = _all_gather_base = all_gather_into_tensor
 reduce_scatter_single = _reduce_scatter_base = reduce_scatter_tensor
 coalescing_manager = _coalescing_manager = CoalescingManager
+_make_nccl_premul_sum = _premul_sum
 
 __all__ = sorted(
     {
