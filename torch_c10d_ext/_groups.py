@@ -250,7 +250,7 @@ class _TracedPremulSum:
 def premul_sum(factor: Any) -> Any:
     """A ``PREMUL_SUM`` of ``factor``, as torch's ``_make_nccl_premul_sum``, in a graph too."""
     if torch.compiler.is_dynamo_compiling():
-        return _TracedPremulSum(int(factor) if factor == int(factor) else factor)
+        return _TracedPremulSum(_exact(factor))
     return dist._make_nccl_premul_sum(factor)
 
 
@@ -260,9 +260,12 @@ def _reduction_with_factor(op: Any) -> tuple[str, complex | None]:
     kind, factor = op.__getstate__()
     if isinstance(factor, torch.Tensor):
         factor = factor.item()
-    if isinstance(factor, float) and factor.is_integer():
-        factor = int(factor)  # torch keeps floats alone, integers have factors too
-    return kind.name.lower(), factor
+    return kind.name.lower(), _exact(factor)
+
+
+def _exact(factor: Any) -> Any:
+    """``factor``; torch keeps floats alone, integers have factors too."""
+    return int(factor) if isinstance(factor, float) and factor.is_integer() else factor
 
 
 def group_size(name: str) -> int:

@@ -260,8 +260,8 @@ def hold(
 
     The next one of the same two may go through ``_C.hold_again``.
     """
-    remembers = False  # the factor of an op may change, as may the ranks in a list
-    if not torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
         _forget()
         _C.check_held(verb, name, reduction, factor, input, output)
     runs = open_blocks[name]._runs
@@ -276,12 +276,11 @@ def hold(
     ):
         run = Run(verb, reduction, factor, input.dtype, input.device)
         runs.append(run)
-    if torch.compiler.is_compiling():
+    if compiling:
         _check_another(name, runs, input, output)
-    elif factor is None and not isinstance(group, list):
-        remembers = True
     if run.inputs is not run.outputs:
         run.inputs.append(input)
     run.outputs.append(output)
-    if remembers:
+    # The factor of an op may change, as may the ranks in a list.
+    if not compiling and factor is None and not isinstance(group, list):
         _C.remember(verb, op, group, group_size(name), run.inputs, run.outputs)
