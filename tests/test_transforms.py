@@ -13,8 +13,10 @@ equal gradients. So the factors cancel, in derivatives of any order.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +29,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._vmap_internals import _vmap
@@ -593,6 +596,79 @@ def check_batched_derivatives() -> Any:
     return report.result()
 
 
+# --- compiled autograd ---------------------------------------------------------------------------
+
+
+# One for each kind of node, in lists and in place, linear and not.
+COMPILED = (
+    *("all_gather uneven", "all_gather_single of scalars", "all_gather_single_coalesced"),
+    *("all_to_all_single", "broadcast_coalesced", "gather", "permute_tensor", "barrier", "scatter"),
+    *("all_reduce max", "all_reduce_coalesced in place product with ties", "reduce in place sum"),
+    *("reduce_scatter uneven max", "reduce_scatter_single_coalesced product with ties"),
+    "all_reduce complex premul_sum",
+)
+
+
+def check_compiled_autograd() -> Any:
+    """What compiled autograd makes of eager calls is their gradient; half the calls at a time."""
+    n, rank, report, graphs = dist.get_world_size(), dist.get_rank(), Report(), []
+
+    backend = "aot_eager"
+
+    def compiler(graph: torch.fx.GraphModule) -> Any:
+        graphs.append(graph)
+        return torch.compile(graph, backend=backend, fullgraph=True)
+
+    def gradients(f: Whole, xs: list[Tensor], compiles: bool) -> list[Tensor]:
+        xs = [x.clone().requires_grad_() for x in xs]
+        loss = _loss(f)(*(x * 1 for x in xs))
+        how = compiled_autograd._enable(compiler) if compiles else contextlib.nullcontext()
+        with how, warnings.catch_warnings():
+            # torch looks for a grad in what the graph has from forward.
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+            loss.backward()
+        return [x.grad for x in xs]
+
+    torch._dynamo.reset()
+    for name in COMPILED[n % 2 :: 2]:
+        step = steps(n)[name]
+
+        def local(*xs: Tensor, step: Step = step) -> tuple[Tensor, ...]:
+            ys = _results(step.local(*xs))
+            # torch cannot trace a complex tensor in flight that is viewed as real.
+            return tuple(wait(y) if y.is_complex() else y for y in ys)
+
+        with report.attempt(name):
+            xs = step.inputs()[rank::n]
+            _compare(report, name, gradients(local, xs, True), gradients(local, xs, False))
+
+    if n > 2:
+        return report.result()
+    # One graph serves the nodes of one call, whatever the values, and no other call.
+    ops, one, graphs, backend = torch.ops.c10d_ext, [torch.arange(4.0)], [], "eager"
+    for factor, found in ((2, 1), (2, 1), (3, 2), (2, 2)):
+
+        def scaled(x: Tensor, factor: int = factor) -> tuple[Tensor, ...]:
+            return (ops.wait_tensor(ops.all_reduce(x, "premul_sum", group(), factor=factor)),)
+
+        for _ in range(2):
+            one[0] += 1
+            _compare(report, "again", gradients(scaled, one, True), gradients(scaled, one, False))
+        report.expect(f"graphs up to factor {factor}", len(graphs) != found and str(len(graphs)))
+
+    # Of a list, what is not asked for is undefined. Backward a second time frees nothing twice.
+    def first_of_two(x: Tensor) -> tuple[Tensor, ...]:
+        return (ops.wait_tensor(ops.all_reduce_coalesced([x, x * 2], "max", group())[0]),)
+
+    _compare(report, "one of two", *(gradients(first_of_two, one, c) for c in (True, False)))
+    x = torch.ones(3, requires_grad=True)
+    y = ops.wait_tensor(ops.all_reduce(x * 1, "max", group())).sum()
+    y.backward()
+    with pytest.raises(RuntimeError, match="a second time"), compiled_autograd._enable(compiler):
+        y.backward()
+    return report.result()
+
+
 # --- finite differences --------------------------------------------------------------------------
 
 
@@ -990,6 +1066,11 @@ def test_derivatives(backend: str, size: int) -> None:
 @places(gloo=(1, 2), shm=(3, 4))
 def test_finite_differences(backend: str, size: int) -> None:
     verify(size, check_finite_differences, backend=backend, deadline=200)
+
+
+@places(gloo=(2,), shm=(3,))
+def test_compiled_autograd(backend: str, size: int) -> None:
+    verify(size, check_compiled_autograd, backend=backend, deadline=200)
 
 
 @places(gloo=(1, 2), shm=(3, 4))

@@ -2,13 +2,18 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/AutogradState.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
 #include <torch/version.h>
+
+#include <atomic>
+#include <limits>
 
 #include "core/calls.h"
 #include "core/older_vmap.h"
@@ -20,6 +25,24 @@ namespace {
 using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
+using torch::dynamo::autograd::CompiledNodeArgs;
+using torch::dynamo::autograd::PackedArgs;
+using torch::dynamo::autograd::SwapSavedVariables;
+
+// The gradients of the inputs; `saved` as Derivative has it.
+Tensors run_adjoint(const Derivative& derivative, const std::function<at::Tensor(size_t)>& zeros,
+                    Tensors grads, Tensors saved) {
+  for (size_t i = 0; i < grads.size(); ++i) {
+    if (!grads[i].defined()) {
+      grads[i] = zeros(i);
+    }
+  }
+  // The outputs are the latter half. Nobody may have waited for them yet.
+  for (size_t i = saved.size() / 2; i < saved.size(); ++i) {
+    saved[i] = call::wait_tensor(saved[i]);
+  }
+  return derivative.adjoint(grads, saved);
+}
 
 class CollectiveBackward final : public Node {
  public:
@@ -27,22 +50,10 @@ class CollectiveBackward final : public Node {
 
   variable_list apply(variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
-    TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
-    Tensors complete;
-    complete.reserve(grads.size());
-    for (size_t i = 0; i < grads.size(); ++i) {
-      complete.push_back(grads[i].defined() ? std::move(grads[i]) : input_metadata(i).zeros_like());
-    }
-    Tensors saved;
-    saved.reserve(saved_.size());
-    for (const auto& variable : saved_) {
-      saved.push_back(variable.unpack(getptr()));
-    }
-    // The outputs are the latter half. Nobody may have waited for them yet.
-    for (size_t i = saved.size() / 2; i < saved.size(); ++i) {
-      saved[i] = call::wait_tensor(saved[i]);
-    }
-    return derivative_.adjoint(complete, saved);
+    check_not_released();
+    return run_adjoint(
+        derivative_, [this](size_t i) { return input_metadata(i).zeros_like(); }, std::move(grads),
+        unpacked());
   }
 
   void save(const at::Tensor& t, bool is_output) {
@@ -60,7 +71,78 @@ class CollectiveBackward final : public Node {
     return derivative_.name;
   }
 
+  // Compiled autograd: what the node's code depends on, and the code as a function in a graph.
+
+  void compiled_args(CompiledNodeArgs& args) const override {
+    check_not_released();
+    args.collect(std::string(derivative_.name));
+    args.collect(derivative_.constants.bytes());
+    for (size_t i = 0; i < saved_.size(); ++i) {
+      args.collect(saved_[i], /*is_output=*/i >= saved_.size() / 2);
+    }
+    // Zeros may be asked for where there are several.
+    args.collect(static_cast<int64_t>(num_inputs()));
+    for (uint32_t i = 0; num_inputs() > 1 && i < num_inputs(); ++i) {
+      for (const auto& size : input_metadata(i).shape_as_dim_vector()) {
+        args.collect(size.guard_int(__FILE__, __LINE__));
+      }
+    }
+  }
+
+  variable_list apply_with_saved(const variable_list& grads, SwapSavedVariables& swap) override {
+    for (auto& variable : saved_) {
+      swap.before(variable);
+    }
+    PackedArgs packed;
+    packed.pack(unpacked());
+    const auto& args = packed.vec();
+    // Nothing of this node, which the function outlives.
+    std::vector<std::pair<std::vector<int64_t>, at::TensorOptions>> shapes;
+    for (uint32_t i = 0; num_inputs() > 1 && i < num_inputs(); ++i) {
+      const auto& metadata = input_metadata(i);
+      std::vector<int64_t> sizes;
+      for (const auto& size : metadata.shape_as_dim_vector()) {
+        sizes.push_back(size.guard_int(__FILE__, __LINE__));
+      }
+      shapes.emplace_back(std::move(sizes), metadata.options());
+    }
+    const auto function = [derivative = derivative_, shapes](
+                              const variable_list& grads,
+                              const std::vector<c10::IValue>& args) -> variable_list {
+      PackedArgs packed(args);
+      return run_adjoint(
+          derivative, [&](size_t i) { return at::zeros(shapes.at(i).first, shapes.at(i).second); },
+          grads, packed.unpack<variable_list>());
+    };
+    const auto& compiler = torch::dynamo::autograd::getPyCompilerInterface();
+    const std::string bound =
+        compiler->bind_function(swap.get_py_compiler(), name(), function, {args.at(0).type()},
+                                /*is_custom_function=*/true, /*is_traceable=*/true);
+    const auto edges = torch::dynamo::autograd::get_input_metadata(next_edges());
+    variable_list results = compiler->call_function(
+        swap.get_py_compiler(), "apply_functional", bound, grads, args,
+        torch::dynamo::autograd::IValuePacker<
+            std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(edges));
+    for (auto& variable : saved_) {
+      swap.after(variable);
+    }
+    return results;
+  }
+
  private:
+  void check_not_released() const {
+    TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
+  }
+
+  Tensors unpacked() {
+    Tensors saved;
+    saved.reserve(saved_.size());
+    for (const auto& variable : saved_) {
+      saved.push_back(variable.unpack(getptr()));
+    }
+    return saved;
+  }
+
   Derivative derivative_;
   std::vector<SavedVariable> saved_;
   bool released_ = false;
@@ -131,6 +213,24 @@ void check_no_leaf(std::string_view op, const at::Tensor& input) {
 }
 
 }  // namespace
+
+void Constants::add(const c10::SymInt& value) {
+  // One that is traced is equal to no other.
+  static std::atomic<int64_t> traced{std::numeric_limits<int64_t>::min()};
+  const auto known = value.maybe_as_int();
+  add(known ? *known : traced++);
+}
+
+void Constants::add(const ReductionRule& rule) {
+  add(static_cast<int64_t>(rule.reduction.op));
+  if (rule.reduction.factor) {
+    const auto factor = rule.reduction.factor->toComplexDouble();
+    add(std::string_view(reinterpret_cast<const char*>(&factor), sizeof(factor)));
+  }
+  add(rule.group);
+  add(rule.rank);
+  add(rule.group_size);
+}
 
 Tensors differentiable(at::TensorList inputs, c10::function_ref<Tensors()> forward,
                        const std::function<Derivative()>& derivative) {

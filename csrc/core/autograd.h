@@ -13,6 +13,48 @@ namespace c10d_ext {
 
 using Tensors = std::vector<at::Tensor>;
 
+struct ReductionRule;
+
+// What the functions of a derivative hold besides tensors, by value: where these are equal, so are
+// the functions. Compiled autograd asks, before it runs the code of another node.
+class Constants {
+ public:
+  Constants() = delete;
+  template <class... T>
+  explicit Constants(const T&... values) {
+    (add(values), ...);
+  }
+  static Constants none() {
+    return Constants(0);
+  }
+
+  const std::string& bytes() const {
+    return bytes_;
+  }
+
+ private:
+  void add(int64_t value) {
+    bytes_.append(reinterpret_cast<const char*>(&value), sizeof(value));
+  }
+  void add(const c10::SymInt& value);
+  void add(std::string_view value) {
+    add(static_cast<int64_t>(value.size()));
+    bytes_.append(value);
+  }
+  void add(const ReductionRule& rule);
+  template <class List>
+  std::enable_if_t<!std::is_convertible_v<List, std::string_view>,
+                   std::void_t<decltype(std::declval<List>().begin())>>
+  add(const List& list) {
+    add(static_cast<int64_t>(list.size()));
+    for (const auto& value : list) {
+      add(value);
+    }
+  }
+
+  std::string bytes_;
+};
+
 // How a collective differentiates. Every rank calls the collective and every rank runs backward.
 //
 // The ops are recorded as autograd nodes of their own, like torch's built-in ops, and not as
@@ -20,6 +62,7 @@ using Tensors = std::vector<at::Tensor>;
 struct Derivative {
   // The node's name in a graph: "AllReduceBackward".
   const char* name;
+  Constants constants;
   // (gradients of the outputs, saved) -> gradients of the inputs. A gradient that autograd left
   // undefined arrives as zeros, so that all ranks communicate alike.
   std::function<Tensors(const Tensors& grads, const Tensors& saved)> adjoint;

@@ -33,7 +33,7 @@ at::Tensor all_gather_autograd(c10::DispatchKeySet keys, const at::Tensor& input
         return all_gather_handle().redispatch(below_autograd(keys), input, sizes, group_name);
       },
       [&] {
-        Derivative d{"AllGatherBackward"};
+        Derivative d{"AllGatherBackward", Constants(sizes, group_name)};
         d.adjoint = [sizes = sizes.vec(), name = std::string(group_name)](const Tensors& grads,
                                                                           const Tensors&) {
           return Tensors{call::reduce_scatter(grads[0], kSum, sizes, name)};

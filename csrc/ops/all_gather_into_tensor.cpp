@@ -61,7 +61,7 @@ Derivative derivative(int64_t group_size, string_view group_name, at::TensorList
   for (const auto& input : inputs) {
     scalars.push_back(input.dim() == 0);
   }
-  Derivative d{"AllGatherIntoTensorBackward"};
+  Derivative d{"AllGatherIntoTensorBackward", Constants(group_size, group_name, scalars)};
   d.adjoint = [group_size, name = std::string(group_name), scalars](const Tensors& grads,
                                                                     const Tensors&) {
     Tensors results = call::reduce_scatter_tensor_coalesced(grads, kSum, group_size, name);

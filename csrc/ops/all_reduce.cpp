@@ -82,7 +82,7 @@ Derivative derivative(string_view op, string_view reduce_op, string_view group_n
   const Group group = resolve_group(op, group_name);
   const Reduction reduction = parse_reduction(op, group, reduce_op, factor, dtype);
   const ReductionRule rule{reduction, group.name(), group.rank(), group.size()};
-  Derivative d{"AllReduceBackward"};
+  Derivative d{"AllReduceBackward", Constants(rule)};
   d.save = !reduction.is_linear();
   d.adjoint = [rule](const Tensors& grads, const Tensors& saved) -> Tensors {
     if (rule.reduction.op == ReduceOp::Avg) {

@@ -65,7 +65,8 @@ at::Tensor all_to_all_single_autograd(c10::DispatchKeySet keys, const at::Tensor
             below_autograd(keys), input, output_split_sizes, input_split_sizes, group_name);
       },
       [&] {
-        Derivative d{"AllToAllSingleBackward"};
+        Derivative d{"AllToAllSingleBackward",
+                     Constants(output_split_sizes, input_split_sizes, group_name)};
         d.adjoint = [outputs = output_split_sizes.vec(), inputs = input_split_sizes.vec(),
                      name = std::string(group_name)](const Tensors& grads, const Tensors&) {
           return Tensors{call::all_to_all_single(grads[0], inputs, outputs, name)};

@@ -26,7 +26,8 @@ at::Tensor barrier_autograd(c10::DispatchKeySet keys, const at::Tensor& input,
       input, [&] { return barrier_handle().redispatch(below_autograd(keys), input, group_name); },
       [&] {
         return Derivative{
-            "BarrierBackward", [](const Tensors& grads, const Tensors&) { return grads; },
+            "BarrierBackward", Constants::none(),
+            [](const Tensors& grads, const Tensors&) { return grads; },
             // Not the input's own tangent, which writing the result in place would change.
             [](const Tensors& tangents, const Tensors&) { return Tensors{tangents[0].clone()}; }};
       });

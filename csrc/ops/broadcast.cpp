@@ -58,7 +58,7 @@ C10D_EXT_HANDLE(broadcast_coalesced_, "broadcast_coalesced_")
 // inputs reached nobody.
 
 Derivative derivative(int64_t src, string_view group_name) {
-  Derivative d{"BroadcastBackward"};
+  Derivative d{"BroadcastBackward", Constants(src, group_name)};
   d.adjoint = [src, name = std::string(group_name)](const Tensors& grads, const Tensors&) {
     return call::reduce_coalesced(grads, kSum, src, name);
   };

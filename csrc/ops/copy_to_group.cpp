@@ -17,7 +17,7 @@ at::Tensor copy_to_group_autograd(const at::Tensor& input, string_view group_nam
   return differentiable(
       input, [&] { return copy_to_group(input, group_name); },
       [&] {
-        return Derivative{"CopyToGroupBackward",
+        return Derivative{"CopyToGroupBackward", Constants(group_name),
                           [name = std::string(group_name)](const Tensors& grads, const Tensors&) {
                             return Tensors{call::all_reduce(grads[0], kSum, name)};
                           },

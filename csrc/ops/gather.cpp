@@ -28,7 +28,7 @@ at::Tensor gather_autograd(c10::DispatchKeySet keys, const at::Tensor& input, in
       input,
       [&] { return gather_handle().redispatch(below_autograd(keys), input, dst, group_name); },
       [&] {
-        Derivative d{"GatherBackward"};
+        Derivative d{"GatherBackward", Constants(dst, rows_of(input), input.dim(), group_name)};
         d.adjoint = [dst, rows = rows_of(input), scalar = input.dim() == 0,
                      name = std::string(group_name)](const Tensors& grads, const Tensors&) {
           const at::Tensor grad = call::scatter(grads[0], dst, name, rows);

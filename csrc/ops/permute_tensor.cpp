@@ -54,7 +54,7 @@ at::Tensor permute_tensor_autograd(c10::DispatchKeySet keys, const at::Tensor& i
       },
       [&] {
         const Group group = resolve_group("permute_tensor", group_name);
-        Derivative d{"PermuteTensorBackward"};
+        Derivative d{"PermuteTensorBackward", Constants(src_dst, group_name)};
         d.adjoint = [inverse = inverse_of("permute_tensor", group, src_dst), name = group.name()](
                         const Tensors& grads, const Tensors&) {
           return Tensors{call::permute_tensor(grads[0], inverse, name)};

@@ -46,7 +46,7 @@ Derivative derivative(string_view op, string_view reduce_op, int64_t dst, string
   const Reduction reduction = parse_reduction(op, group, reduce_op, factor, dtype);
   const ReductionRule rule{reduction, group.name(), group.rank(), group.size()};
   const bool kept = in_place && group.rank() != dst;
-  Derivative d{"ReduceBackward"};
+  Derivative d{"ReduceBackward", Constants(rule, dst, kept)};
   d.save = !reduction.is_linear();
   d.adjoint = [rule, dst, kept](const Tensors& grads, const Tensors& saved) {
     at::Tensor grad = rule.pull_back(call::broadcast(grads[0], dst, rule.group),

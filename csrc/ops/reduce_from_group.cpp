@@ -19,7 +19,8 @@ at::Tensor reduce_from_group_autograd(const at::Tensor& input, string_view group
       input, [&] { return reduce_from_group(input, group_name); },
       [&] {
         return Derivative{
-            "ReduceFromGroupBackward", [](const Tensors& grads, const Tensors&) { return grads; },
+            "ReduceFromGroupBackward", Constants(group_name),
+            [](const Tensors& grads, const Tensors&) { return grads; },
             [name = std::string(group_name)](const Tensors& tangents, const Tensors&) {
               return Tensors{call::all_reduce(tangents[0], kSum, name)};
             }};

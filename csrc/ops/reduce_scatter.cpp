@@ -31,7 +31,7 @@ Derivative derivative(string_view reduce_op, c10::SymIntArrayRef sizes, string_v
   const Group group = resolve_group("reduce_scatter", group_name);
   const Reduction reduction = parse_reduction("reduce_scatter", group, reduce_op, factor, dtype);
   const ReductionRule rule{reduction, group.name(), group.rank(), group.size()};
-  Derivative d{"ReduceScatterBackward"};
+  Derivative d{"ReduceScatterBackward", Constants(rule, sizes)};
   d.save = !reduction.is_linear();
   d.adjoint = [rule, sizes = sizes.vec()](const Tensors& grads, const Tensors& saved) {
     return Tensors{rule.pull_back(call::all_gather(grads[0], sizes, rule.group),

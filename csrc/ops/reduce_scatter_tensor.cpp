@@ -83,7 +83,7 @@ Derivative derivative(string_view reduce_op, int64_t group_size, string_view gro
   const auto whole = [](const ReductionRule& rule, const at::Tensor& part) {
     return call::all_gather_into_tensor(part, rule.group_size, rule.group);
   };
-  Derivative d{"ReduceScatterTensorBackward"};
+  Derivative d{"ReduceScatterTensorBackward", Constants(rule)};
   d.save = !reduction.is_linear();
   d.adjoint = [rule, whole](const Tensors& grads, const Tensors& saved) {
     const Tensors gathered =

@@ -49,7 +49,8 @@ at::Tensor scatter_autograd(c10::DispatchKeySet keys, const at::Tensor& input, i
       },
       [&] {
         const Group group = resolve_group("scatter", group_name);
-        Derivative d{"ScatterBackward"};
+        Derivative d{"ScatterBackward",
+                     Constants(src, input.sym_sizes(), group.rank(), group_name)};
         d.adjoint = [src, is_src = group.rank() == src, sizes = input.sym_sizes().vec(),
                      name = group.name()](const Tensors& grads, const Tensors&) {
           const at::Tensor grad = call::gather(grads[0], src, name);

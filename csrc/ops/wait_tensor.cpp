@@ -45,7 +45,7 @@ at::Tensor wait_tensor_autograd(c10::DispatchKeySet keys, const at::Tensor& tens
                    : wait_tensor_handle().redispatch(below_autograd(keys), tensor);
       },
       [] {
-        return Derivative{"WaitTensorBackward",
+        return Derivative{"WaitTensorBackward", Constants::none(),
                           [](const Tensors& grads, const Tensors&) { return grads; },
                           [](const Tensors& tangents, const Tensors&) { return tangents; }};
       });
