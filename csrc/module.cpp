@@ -9,6 +9,7 @@
 
 #include <algorithm>
 
+#include "backends/fallback.h"
 #include "backends/shm.h"
 #include "core/blocks.h"
 #include "core/eager.h"
@@ -166,6 +167,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::register_exception_translator(translate);
   bind_shm(m);
+  bind_fallback(m);
   bind_works(m);
   lazy::register_kernels();
 

@@ -27,6 +27,7 @@ from tests.backends.test_shm import check, lays_out
 from tests.backends.verbs import BY_NAME, VERBS, How, inputs_of
 from tests.contract import Report, calls_in, verify
 from tests.harness import run, values
+from tests.test_messages import open_blocks_are_closed
 
 BACKENDS = ("gloo", "shm")
 # Point to point: test_messages.py.
@@ -574,15 +575,46 @@ def _calls_that_share_memory() -> None:
     assert torch.equal(wide, before[:3].repeat(2 * n))
     assert torch.equal(x, torch.cat([before[:3], before[3:] * n]))
 
-    # A tracer tells tensors apart, not what they are views of.
-    def block(calls: Callable[[], None]) -> None:
+    # A tracer, which has no memory, tells by the storages; of sizes it cannot compare, nothing.
+    def block(calls: Callable[[Tensor], None], x: Tensor) -> Tensor:
         with ours.coalescing_manager():
-            calls()
+            calls(x)
+        return x.clone()
 
-    for calls in (reduced(x, x), reduced_and_gathered):
+    def halves(*bounds: tuple[int | None, int | None]) -> Callable[[Tensor], None]:
+        return lambda x: reduced(*(x[i:j] for i, j in bounds))()
+
+    def columns(x: Tensor) -> None:
+        reduced(*x.view(3, 2).unbind(1))()
+
+    def gathered(x: Tensor) -> None:
+        ours.all_gather_into_tensor(torch.empty(3 * n), x[:3])
+        ours.all_reduce(x[2:])
+
+    def sent(x: Tensor) -> None:
+        ours.isend(x[:3], (rank + 1) % n)
+        ours.all_reduce(x[2:])
+
+    apart = (halves((0, 3), (3, None)), halves((None, -3), (-3, None)), columns)
+    overlap = (
+        *(halves((0, 4), (3, None)), halves((None, -2), (-3, None)), gathered, sent),
+        *(lambda x: reduced(x, x)(), lambda x: reduced(x.view(2, 3).t(), x[5:])()),
+    )
+    refused = "calls of a block have no order"
+    for calls, dynamic in itertools.product(apart + overlap, (False, True)):
         torch._dynamo.reset()
-        with pytest.raises(Exception, match="calls of a block have no order"):
-            torch.compile(block, fullgraph=True, backend="aot_eager")(calls)
+        compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+        x = torch.arange(6.0)
+        if calls in apart:
+            assert torch.equal(compiled(calls, x), torch.arange(6.0) * n)
+            continue
+        with pytest.raises(Exception, match=refused):
+            compiled(calls, x)
+        assert torch.equal(x, torch.arange(6.0))
+    module = type("Block", (torch.nn.Module,), {"forward": lambda _, x: block(overlap[0], x)})
+    for strict in (False, True):
+        with pytest.raises(Exception, match=refused), open_blocks_are_closed():
+            torch.export.export(module(), (torch.arange(6.0),), strict=strict)
     ours.coalescing_manager().__enter__().__exit__(None, None, None)  # none is left open
 
 

@@ -279,7 +279,7 @@ def _blocks(compiled: bool) -> None:
     f = torch.compile(program, fullgraph=True) if compiled else program
     total = torch.full((2,), rank + 1.0)
     n = dist.get_world_size()
-    with _open_blocks_are_closed():
+    with open_blocks_are_closed():
         a, b = f(value(rank), total)
     assert torch.equal(a, value(left))
     assert torch.equal(b, value((left - 1) % n) * 2)
@@ -302,8 +302,37 @@ def _blocks(compiled: bool) -> None:
     idle()  # what the block held back has not been sent
 
 
+def _some_ranks_send(compiled: bool) -> None:
+    """The collectives of a block are the same call on every rank, whoever sends between them."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    x, y, got = torch.full((2,), rank + 1.0), torch.full((3,), rank + 1.0), torch.zeros(2)
+
+    def program() -> None:
+        with ours.coalescing_manager():
+            ours.all_reduce(x)
+            if rank == 0:
+                ours.isend(torch.full((2,), 7.0), 1)
+                ours.send(torch.full((2,), 8.0), 1, tag=1)  # starts what is held, but no collective
+            elif rank == 1:
+                ours.irecv(got, 0)
+                ours.recv(got[1:].expand(2).clone(), 0, tag=1)
+            ours.all_reduce(y)
+
+    with open_blocks_are_closed():
+        (torch.compile(program, fullgraph=True, backend="aot_eager") if compiled else program)()
+    total = n * (n + 1) / 2
+    assert torch.equal(x, torch.full((2,), total)) and torch.equal(y, torch.full((3,), total))
+    assert torch.equal(got, torch.full((2,), 7.0 if rank == 1 else 0.0))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_block_in_which_some_ranks_send(backend: str, compiled: bool) -> None:
+    run(3, _some_ranks_send, compiled, backend=backend, deadline=DEADLINE)
+
+
 @contextlib.contextmanager
-def _open_blocks_are_closed() -> Any:
+def open_blocks_are_closed() -> Any:
     import warnings
 
     with warnings.catch_warnings():

@@ -152,6 +152,11 @@ def test_same_results(backend: str, size: int) -> None:
 def _bad(api: Any) -> dict[str, Callable[[], Any]]:
     n, rank = dist.get_world_size(), dist.get_rank()
     x = torch.ones(4)
+
+    def source_of(work: Any) -> int:
+        work.wait()
+        return work._source_rank()
+
     return {
         "all_reduce: no tensor": lambda: api.all_reduce([x]),
         "all_reduce: a number": lambda: api.all_reduce(1.0),
@@ -177,6 +182,12 @@ def _bad(api: Any) -> dict[str, Callable[[], Any]]:
         "all_to_all: no list": lambda: api.all_to_all(x, [x] * n),
         "all_to_all: too few": lambda: api.all_to_all([x], [x]),
         "all_to_all_single: dtype": lambda: api.all_to_all_single(x.double(), x),
+        "all_gather_coalesced: dtype": lambda: api.all_gather_coalesced([[x.double()]] * n, [x]),
+        "all_reduce_coalesced: dtypes": lambda: api.all_reduce_coalesced([x, x.double()]),
+        "reduce_scatter_single: dtype": lambda: api.reduce_scatter_single(
+            x[:2].double(), x.repeat(n)[: 2 * n]
+        ),
+        "all_reduce: source_rank": lambda: source_of(api.all_reduce(x, async_op=True)),
         "scatter_object_list: no slot": lambda: api.scatter_object_list([], [1] * n, 0),
         "broadcast_object_list: outside": lambda: api.broadcast_object_list([1], n),
     }
@@ -199,9 +210,10 @@ def _types() -> dict[str, list[list[str]]]:
     return found
 
 
-def test_same_errors() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_same_errors(backend: str) -> None:
     """Whoever catches torch's error catches ours, raised before anything is sent."""
-    for rank, found in enumerate(run(2, _types, backend="gloo")):
+    for rank, found in enumerate(run(2, _types, backend=backend)):
         for name, (theirs, mine) in found.items():
             assert mine != ["nothing"], name
             assert theirs[0] in mine, f"{name} on rank {rank}: torch {theirs[0]}, here {mine[0]}"

@@ -109,5 +109,19 @@ def connect_shm(
     progress_thread: bool,
     strict: bool,
 ) -> tuple[dist.Backend | None, str]: ...
+
+class OverGloo(dist.Backend):
+    def __init__(
+        self,
+        gloo: dist.Backend,
+        store: dist.Store,
+        timeout: timedelta,
+        group_name: str,
+        global_ranks: list[int],
+    ) -> None: ...
+    @property
+    def gloo(self) -> dist.Backend: ...
+
+def set_fallback_connect(connect: Callable[..., dist.Backend]) -> None: ...
 def close_shm_groups(grace: timedelta) -> None: ...
 def shm_mapping_bytes(size: int, arena: int) -> int: ...

@@ -138,31 +138,115 @@ struct Touched {
   bool written;
 };
 
-bool add_touched(PyObject* list, size_t first_call, bool written, std::vector<Touched>& all) {
+// The same of a tensor that is traced, which has a storage but no memory.
+struct Traced {
+  const at::Tensor* tensor;
+  size_t call;
+  bool written;
+};
+
+struct AllTouched {
+  std::vector<Touched> memory;
+  std::vector<Traced> traced;
+};
+
+template <class T>
+bool must_be_apart(const T& a, const T& b) {
+  return a.call != b.call && (a.written || b.written);
+}
+
+bool add_touched(PyObject* list, size_t first_call, bool written, AllTouched& all) {
   if (!PyList_Check(list)) {
     PyErr_SetString(PyExc_TypeError, "check_apart: must be called with lists");
     return false;
   }
-  all.reserve(all.size() + PyList_GET_SIZE(list));
+  all.memory.reserve(all.memory.size() + PyList_GET_SIZE(list));
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) {
     PyObject* const item = PyList_GET_ITEM(list, i);
-    if (!THPVariable_CheckExact(item)) {
+    if (!THPVariable_Check(item)) {
       continue;
     }
     const at::Tensor& t = THPVariable_Unpack(item);
-    if (c10d_ext::is_plain(t) && !t.is_lazy() && t.is_non_overlapping_and_dense() &&
-        t.numel() != 0) {
+    const size_t call = first_call + static_cast<size_t>(i);
+    // Lazy tensors have one storage for all, which is none.
+    if (t.layout() != c10::kStrided || t.is_lazy() || !t.has_storage()) {
+      continue;
+    }
+    if (!c10d_ext::is_plain(t)) {
+      all.traced.push_back({&t, call, written});
+    } else if (t.is_non_overlapping_and_dense() && t.numel() != 0) {
       const auto* data = static_cast<const char*>(t.const_data_ptr());
-      all.push_back({data, data + t.nbytes(), first_call + static_cast<size_t>(i), written});
+      all.memory.push_back({data, data + t.nbytes(), call, written});
     }
   }
   return true;
 }
 
+using Pair = std::optional<std::pair<size_t, size_t>>;
+
+// Two calls of which one writes what the other one touches.
+Pair find_in_memory(std::vector<Touched>& all) {
+  std::sort(all.begin(), all.end(),
+            [](const Touched& a, const Touched& b) { return a.begin < b.begin; });
+  if (std::adjacent_find(all.begin(), all.end(), [](const Touched& a, const Touched& b) {
+        return a.end > b.begin;
+      }) == all.end()) {
+    return {};
+  }
+  std::vector<Touched> open;
+  for (const Touched& next : all) {
+    open.erase(std::remove_if(open.begin(), open.end(),
+                              [&](const Touched& t) { return t.end <= next.begin; }),
+               open.end());
+    for (const Touched& other : open) {
+      if (must_be_apart(other, next)) {
+        return std::minmax(other.call, next.call);
+      }
+    }
+    open.push_back(next);
+  }
+  return {};
+}
+
+const c10::Storage& storage_of(const at::Tensor& t) {
+  return t.unsafeGetTensorImpl()->unsafe_storage();
+}
+
+// Whether a tensor has elements, and they fill their part of the storage.
+bool is_dense(const at::Tensor& t) {
+  c10::SymInt span = 1;
+  for (int64_t i = 0; i < t.dim(); ++i) {
+    span += (t.sym_size(i) - 1) * t.sym_stride(i);
+  }
+  return TORCH_GUARD_OR_FALSE(t.sym_numel().sym_ne(0)) &&
+         TORCH_GUARD_OR_FALSE(span.sym_eq(t.sym_numel()));
+}
+
+bool begins_before_the_end_of(const at::Tensor& b, const at::Tensor& a) {
+  return TORCH_GUARD_OR_FALSE(
+      (b.sym_storage_offset() * b.element_size())
+          .sym_lt((a.sym_storage_offset() + a.sym_numel()) * a.element_size()));
+}
+
+Pair find_in_storages(const std::vector<Traced>& all) {
+  for (auto b = all.begin(); b != all.end(); ++b) {
+    for (auto a = all.begin(); a != b; ++a) {
+      // What may guard comes last.
+      if (storage_of(*a->tensor).is_alias_of(storage_of(*b->tensor)) && must_be_apart(*a, *b) &&
+          is_dense(*a->tensor) && is_dense(*b->tensor) &&
+          begins_before_the_end_of(*a->tensor, *b->tensor) &&
+          begins_before_the_end_of(*b->tensor, *a->tensor)) {
+        return std::minmax(a->call, b->call);
+      }
+    }
+  }
+  return {};
+}
+
 }  // namespace
 
 PyObject* check_apart(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
-  std::vector<Touched> all;
+  AllTouched all;
   size_t calls = 0;
   for (Py_ssize_t i = 1; i + 1 < given; i += 2) {
     // Of an all_reduce they are one list.
@@ -172,34 +256,23 @@ PyObject* check_apart(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
     }
     calls += std::max(PyList_GET_SIZE(arguments[i]), PyList_GET_SIZE(arguments[i + 1]));
   }
-  std::sort(all.begin(), all.end(),
-            [](const Touched& a, const Touched& b) { return a.begin < b.begin; });
-  if (std::adjacent_find(all.begin(), all.end(), [](const Touched& a, const Touched& b) {
-        return a.end > b.begin;
-      }) == all.end()) {
-    Py_RETURN_NONE;
-  }
-  std::vector<Touched> open;
-  for (const Touched& next : all) {
-    open.erase(std::remove_if(open.begin(), open.end(),
-                              [&](const Touched& t) { return t.end <= next.begin; }),
-               open.end());
-    for (const Touched& other : open) {
-      if (other.call == next.call || !(other.written || next.written)) {
-        continue;
-      }
-      std::string_view name;
-      const bool known = entry::read(arguments[0], name);
-      static_cast<void>(entry::run([&] {
-        constexpr std::string_view op = "coalescing_manager";
-        value_error(op, resolve_group(op, known ? name : ""),
-                    "calls of a block have no order, so none may touch what another writes, got "
-                    "memory in common of its calls ",
-                    std::min(other.call, next.call), " and ", std::max(other.call, next.call));
-      }));
-      return nullptr;
+  std::string_view name;
+  const bool known = given > 0 && entry::read(arguments[0], name);
+  const bool apart = entry::run([&] {
+    Pair found = find_in_memory(all.memory);
+    if (!found) {
+      found = find_in_storages(all.traced);
     }
-    open.push_back(next);
+    if (found) {
+      constexpr std::string_view op = "coalescing_manager";
+      value_error(op, resolve_group(op, known ? name : ""),
+                  "calls of a block have no order, so none may touch what another writes, got "
+                  "memory in common of its calls ",
+                  found->first, " and ", found->second, " (messages counted last)");
+    }
+  });
+  if (!apart) {
+    return nullptr;
   }
   Py_RETURN_NONE;
 }

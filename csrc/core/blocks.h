@@ -29,7 +29,7 @@ void check_held(const std::string& op, const std::string& group_name, const std:
 
 // check_apart(group_name, inputs, outputs, inputs, outputs, ...): raises where a call of a block,
 // one of each list, touches what another one writes: they have no order. Of dense tensors alone;
-// whether others overlap is too hard to tell.
+// whether others overlap is too hard to tell. Of sizes that a trace cannot compare it does not.
 PyObject* check_apart(PyObject*, PyObject* const* arguments, Py_ssize_t given);
 
 }  // namespace c10d_ext

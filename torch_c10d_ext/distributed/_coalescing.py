@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from torch_c10d_ext import _C
-from torch_c10d_ext._groups import Group, group_name, group_size, where
+from torch_c10d_ext._groups import Group, group_name, group_size
 from torch_c10d_ext.distributed import _delivery
 from torch_c10d_ext.errors import InvalidArgument
 
 _ops = torch.ops.c10d_ext
+# Called with the tensors that a tracer has in place of the program's.
+_check_apart = torch.compiler.allow_in_graph(_C.check_apart)
 _all_reduce_ = _C.writes["all_reduce_coalesced_"]
 
 
@@ -123,8 +125,8 @@ class CoalescingManager:
 
     ``all_reduce``, ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` on the group of the
     block start at its end; neighbours of one kind, reduce op, dtype and device travel together. So
-    do ``isend`` and ``irecv``, neighbours as one batch, whose works can be waited for after the
-    block. Other calls start at once.
+    do ``isend`` and ``irecv``, as one batch and before the collectives, wherever in the block they
+    are called; their works can be waited for after it. Other calls start at once.
 
     Args:
         group: the group whose calls are held back, see :data:`torch_c10d_ext.functional.Group`.
@@ -153,7 +155,8 @@ class CoalescingManager:
     ) -> None:
         self._name = group_name(group)
         self._async_ops = async_ops
-        self._runs: list[Run | list[HeldMessage]] = []
+        self._runs: list[Run] = []
+        self._messages: list[HeldMessage] = []
         self._works: list[Any] = []
 
     def __enter__(self) -> CoalescingManager:  # noqa: PYI034
@@ -183,67 +186,43 @@ class CoalescingManager:
         self._works = []
 
     def _fire(self) -> None:
-        self._start(self._async_ops)
+        self._check()
+        runs, self._runs = self._runs, []
+        together = self._async_ops or len(runs) + len(self._messages) > 1
+        # Messages come first: torch's do not wait for the end of a block.
+        self._start_messages()
+        for run in runs:
+            self.append(run.start(self._name, together))
         if not self._async_ops:
             self.wait()
 
-    def _start(self, async_ops: bool = True) -> None:
-        _forget()
-        runs, self._runs = self._runs, []
-        if not torch.compiler.is_compiling():
-            touched = [lists for run in runs for lists in _touched(run)]
-            _C.check_apart(self._name, *touched)
-        for run in runs:
-            if isinstance(run, Run):
-                self.append(run.start(self._name, async_ops or len(runs) > 1))
-            else:
-                with torch.no_grad():
-                    works = _delivery.start_messages([held.message for held in run], self._name)
-                for held, work in zip(run, works, strict=True):
-                    held.started = work
-                self._works += works
+    def _check(self) -> None:
+        if sum(len(run.outputs) for run in self._runs) + len(self._messages) < 2:
+            return
+        touched = [lists for run in self._runs for lists in (run.inputs, run.outputs)]
+        sent = [held.message.tensor for held in self._messages if held.message.sends]
+        received = [held.message.tensor for held in self._messages if not held.message.sends]
+        _check_apart(self._name, *touched, sent, [], [], received)
 
+    def _start_messages(self) -> None:
+        held = [one for one in self._messages if one.started is None]
+        if held:
+            with torch.no_grad():
+                works = _delivery.start_messages([one.message for one in held], self._name)
+            for one, work in zip(held, works, strict=True):
+                one.started = work
+            self._works += works
 
-def _touched(run: Run | list[HeldMessage]) -> list[list[Tensor]]:
-    """What the calls of a run read, and what they write; a message does one of the two."""
-    if isinstance(run, Run):
-        return [run.inputs, run.outputs]
-    messages = [held.message for held in run]
-    sent = [message.tensor for message in messages if message.sends]
-    received = [message.tensor for message in messages if not message.sends]
-    return [sent, [], [], received]
+    def hold_messages(self, messages: list[_delivery.Message]) -> list[HeldMessage]:
+        """Keeps messages for the end of the block, and gives their works."""
+        held = [HeldMessage(message) for message in messages]
+        self._messages += held
+        return held
 
-
-def hold_messages(name: str, messages: list[_delivery.Message]) -> list[HeldMessage] | None:
-    """Keeps messages for the end of the group's block, and gives their works; None: none open."""
-    if name not in open_blocks:
-        return None
-    _forget()
-    held = [HeldMessage(message) for message in messages]
-    runs = open_blocks[name]._runs
-    if runs and isinstance(runs[-1], list):
-        runs[-1].extend(held)
-    else:
-        runs.append(list(held))
-    return held
-
-
-def release(name: str) -> None:
-    """Starts what the group's block holds back, for a message that cannot be held to follow."""
-    if name in open_blocks:
-        open_blocks[name]._start()
-
-
-def _check_another(name: str, runs: list[Any], input: Tensor, output: Tensor) -> None:
-    """What ``_C.check_apart`` asks for, as far as a tracer can tell."""
-    for run in runs:
-        if isinstance(run, Run):
-            for read, written in zip(run.inputs, run.outputs, strict=True):
-                if output is written or output is read or input is written:
-                    raise InvalidArgument(
-                        "coalescing_manager: calls of a block have no order, so none may touch "
-                        f"what another writes, got two calls with one tensor {where(name)}"
-                    )
+    def release_messages(self) -> None:
+        """Starts the messages so far, for one that cannot be held to follow."""
+        self._check()
+        self._start_messages()
 
 
 def hold(
@@ -267,7 +246,7 @@ def hold(
     runs = open_blocks[name]._runs
     run = runs[-1] if runs else None
     if (
-        not isinstance(run, Run)
+        run is None
         or run.verb != verb
         or run.reduction != reduction
         or run.factor != factor
@@ -276,8 +255,6 @@ def hold(
     ):
         run = Run(verb, reduction, factor, input.dtype, input.device)
         runs.append(run)
-    if compiling:
-        _check_another(name, runs, input, output)
     if run.inputs is not run.outputs:
         run.inputs.append(input)
     run.outputs.append(output)

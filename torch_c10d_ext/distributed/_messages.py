@@ -67,13 +67,17 @@ def _check(op: str, name: str, tensor: Any, peer: int, tag: Any) -> None:
 
 
 def _start(name: str, tensor: Tensor, sends: bool, peer: int, tag: int) -> Any:
-    messages = [_delivery.Message(tensor, sends, peer, tag)]
-    held = _coalescing.hold_messages(name, messages)
-    return (held or _delivery.start_messages(messages, name))[0]
+    return _start_all(name, [_delivery.Message(tensor, sends, peer, tag)])[0]
+
+
+def _start_all(name: str, messages: list[_delivery.Message]) -> list[Any]:
+    block = _coalescing.open_blocks.get(name)
+    return block.hold_messages(messages) if block else _delivery.start_messages(messages, name)
 
 
 def _pass(name: str, tensor: Tensor, sends: bool, peer: int, tag: int) -> Any:
-    _coalescing.release(name)
+    if name in _coalescing.open_blocks:
+        _coalescing.open_blocks[name].release_messages()
     (work,) = _delivery.start_messages([_delivery.Message(tensor, sends, peer, tag)], name)
     work.wait()
     return work
@@ -371,5 +375,4 @@ def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[Any]:
         messages.append(
             _delivery.Message(p2p.tensor, _sends(p2p.op, name), p2p.group_peer, p2p.tag)
         )
-    held = _coalescing.hold_messages(name, messages)
-    return held or _delivery.start_messages(messages, name)
+    return _start_all(name, messages)
