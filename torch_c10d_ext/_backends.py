@@ -18,6 +18,8 @@ _log = logging.getLogger("torch_c10d_ext")
 _PREFIX = "TORCH_C10D_EXT_SHM_"
 # Per rank: 8 ranks take 16 MiB.
 _DEFAULT_ARENA = (2 << 20) - (4 << 10)
+_MAX_ARENA = 1 << 30
+_MAX_US = 10**9
 # How long the end of the process waits for collectives that nobody waited for.
 _GRACE = dt.timedelta(seconds=1)
 
@@ -28,6 +30,7 @@ _told: set[str] = set()
 def register() -> None:
     """Makes the backends known to ``torch.distributed``; the defaults stay as they are."""
     dist.Backend.register_backend("shm", _create_shm, extended_api=True, devices=["cpu"])
+    _C.set_fallback_connect(_connect)
     atexit.register(_close)
 
 
@@ -39,21 +42,21 @@ def shm_settings() -> dict[str, Any]:
     """
     _flag("DISABLE", False)  # the rendezvous reads it
     return {
-        "arena": _number("ARENA", _DEFAULT_ARENA, at_least=_C.SHM_MIN_ARENA),
-        "spin_time": dt.timedelta(microseconds=_number("SPIN_US", 100)),
-        "inline_time": dt.timedelta(microseconds=_number("INLINE_US", 20)),
+        "arena": _number("ARENA", _DEFAULT_ARENA, _C.SHM_MIN_ARENA, at_most=_MAX_ARENA),
+        "spin_time": dt.timedelta(microseconds=_number("SPIN_US", 100, at_most=_MAX_US)),
+        "inline_time": dt.timedelta(microseconds=_number("INLINE_US", 20, at_most=_MAX_US)),
         "progress_thread": _flag("THREAD", True),
         "strict": _flag("STRICT", False),
     }
 
 
-def _number(name: str, default: int, at_least: int = 0) -> int:
+def _number(name: str, default: int, at_least: int = 0, *, at_most: int) -> int:
     text = os.environ.get(f"TORCH_C10D_EXT_SHM_{name}", "")
     if not text:
         return default
-    if not text.isascii() or not text.isdigit() or int(text) < at_least:
+    if not text.isascii() or not text.isdigit() or not at_least <= int(text) <= at_most:
         raise ValueError(
-            f"{_PREFIX}{name}: must be a whole number of at least {at_least}, got {text!r}"
+            f"{_PREFIX}{name}: must be a whole number from {at_least} to {at_most}, got {text!r}"
         )
     return int(text)
 
@@ -66,32 +69,33 @@ def _flag(name: str, default: bool) -> bool:
 
 
 def _create_shm(options: Any, _pg_options: Any) -> Any:
-    """The group's backend: shm, or gloo on all ranks where they cannot share memory."""
-    settings = shm_settings()
-    backend, why_not = _C.connect_shm(
+    return _connect(
         options.store,
         options.group_rank,
         options.group_size,
         options.timeout,
         options.group_id,
         options.global_ranks_in_group,
-        **settings,
+    )
+
+
+def _connect(
+    store: Any, rank: int, size: int, timeout: dt.timedelta, name: str, global_ranks: list[int]
+) -> Any:
+    """A group's backend: shm, or its verbs over gloo on all ranks if they cannot share memory."""
+    backend, why_not = _C.connect_shm(
+        store, rank, size, timeout, name, global_ranks, **shm_settings()
     )
     if backend is not None:
         return backend
-    if options.group_rank == 0 and why_not not in _told:
+    if rank == 0 and why_not not in _told:
         _told.add(why_not)
         _log.warning(
-            "shm: the ranks of group '%s' cannot share memory, they use gloo (%s)",
-            options.group_id,
-            why_not,
+            "shm: the ranks of group '%s' cannot share memory, they use gloo (%s)", name, why_not
         )
-    store = dist.PrefixStore("gloo/", options.store)
-    backend = dist.ProcessGroupGloo(
-        store, options.group_rank, options.group_size, timeout=options.timeout
-    )
-    backend._set_sequence_number_for_group()
-    return backend
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)
+    gloo._set_sequence_number_for_group()
+    return _C.OverGloo(gloo, store, timeout, name, global_ranks)
 
 
 def _close() -> None:

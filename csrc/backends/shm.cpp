@@ -2,7 +2,6 @@
 
 #include "backends/shm.h"
 
-#include <ATen/MemoryOverlap.h>
 #include <ATen/ThreadLocalState.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_sparse_coo_tensor_unsafe.h>
@@ -16,11 +15,12 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
-#include <numeric>
-#include <set>
+#include <sstream>
 #include <thread>
 #include <utility>
 
+#include "backends/coalesced.h"
+#include "backends/parts.h"
 #include "backends/shm/aside.h"
 #include "backends/shm/bootstrap.h"
 #include "backends/shm/layout.h"
@@ -42,8 +42,6 @@ using FuturePtr = c10::intrusive_ptr<Future>;
 
 // How long a group that is destroyed with work in flight waits for it.
 constexpr Milliseconds kGrace{5000};
-// torch.distributed.SHRINK_ABORT
-constexpr int kShrinkAbort = 1;
 
 // The dtypes that can be reduced; the others are moved as bytes.
 shm::DType dtype_of(c10::ScalarType dtype) {
@@ -101,10 +99,6 @@ shm::ReduceOp reduce_op_of(ReduceOp op) {
                 static_cast<int>(ReduceOp::PremulSum) ==
                     static_cast<int>(shm::ReduceOp::PremulSum));
   return static_cast<shm::ReduceOp>(op);
-}
-
-bool is_dense(const at::Tensor& t) {
-  return t.is_contiguous() && !t.is_conj() && !t.is_neg();
 }
 
 std::string ms_text(Milliseconds duration) {
@@ -214,7 +208,7 @@ class ShmBackend::Flight final : public shm::Operation {
     r.factor = {};
     r.root = r.peer = -1;
     r.tag = 0;
-    r.shape_hash = 0;
+    r.shape_hash = r.members = r.members_hash = 0;
     travel_dtype_.reset();
     has_dtype_ = false;
     outputs_.clear();
@@ -289,6 +283,22 @@ class ShmBackend::Flight final : public shm::Operation {
       request.shape_hash = mix(request.shape_hash, static_cast<uint64_t>(size));
     }
   }
+  uint64_t member_bytes() const {
+    return shm::bytes_of(request.verb == shm::Verb::ReduceScatter ? request.targets[0]
+                                                                  : request.sources[0]);
+  }
+  // One of several tensors that travel together, on every rank as many.
+  void add_member(uint64_t bytes) {
+    ++request.members;
+    request.members_hash = mix(request.members_hash, bytes);
+  }
+  void add_members(at::TensorList tensors) {
+    if (tensors.size() > 1) {
+      for (const auto& t : tensors) {
+        add_member(t.nbytes());
+      }
+    }
+  }
   // As write(), of memory that is no result.
   void receive(size_t part, const at::Tensor& scratch) {
     kept_.push_back(scratch);
@@ -319,6 +329,15 @@ class ShmBackend::Flight final : public shm::Operation {
             a.verb == shm::Verb::ReduceScatter);
   }
   void carry(const std::shared_ptr<Flight>& other) {
+    if (request.members == 0) {
+      add_member(member_bytes());
+    }
+    if (other->request.members == 0) {
+      add_member(other->member_bytes());
+    } else {
+      request.members += other->request.members;
+      request.members_hash = mix(request.members_hash, other->request.members_hash);
+    }
     append(request.sources, other->request.sources);
     append(request.targets, other->request.targets);
     request.shape_hash = mix(request.shape_hash, other->request.shape_hash);
@@ -724,6 +743,9 @@ class ShmBackend::Live {
   }
 
   bool is_done(Flight& flight) const {
+    if (C10_UNLIKELY(!flight.settled() && is_foreign())) {
+      wait(flight, kNoTimeout);  // which refuses
+    }
     if (!flight.settled() && polls_drive_ && !flight.held() && !is_foreign()) {
       engine_->wait(flight.carrier(), Milliseconds(0), nullptr);
     }
@@ -831,7 +853,9 @@ class ShmWork final : public c10d::Work {
                                    "this work"));
   }
   int sourceRank() const override {
-    return flight_->source();
+    const auto type = retrieveOpType();
+    const bool receives = type == c10d::OpType::RECV || type == c10d::OpType::RECVANYSOURCE;
+    return receives ? flight_->source() : c10d::Work::sourceRank();  // which refuses
   }
   Tensors result() override {
     return flight_->outputs();
@@ -856,167 +880,7 @@ class ShmWork final : public c10d::Work {
   const std::shared_ptr<Flight> flight_;
 };
 
-// All the works of a coalescing block.
-class CoalescedWork final : public c10d::Work {
- public:
-  CoalescedWork(std::vector<WorkPtr> works, int rank)
-      : c10d::Work(rank, c10d::OpType::COALESCED), works_(std::move(works)) {}
-
-  bool isCompleted() override {
-    return std::all_of(works_.begin(), works_.end(), [](auto& w) { return w->isCompleted(); });
-  }
-  bool isSuccess() const override {
-    return std::all_of(works_.begin(), works_.end(), [](auto& w) { return w->isSuccess(); });
-  }
-  std::exception_ptr exception() const override {
-    for (const auto& work : works_) {
-      if (auto error = work->exception()) {
-        return error;
-      }
-    }
-    return nullptr;
-  }
-  bool wait(Milliseconds timeout) override {
-    for (const auto& work : works_) {
-      work->wait(timeout);
-    }
-    return true;
-  }
-  void synchronize() override {
-    wait(kNoTimeout);
-  }
-  void abort() override {
-    works_.front()->abort();
-  }
-  Tensors result() override {
-    Tensors all;
-    for (const auto& work : works_) {
-      const Tensors some = work->result();
-      all.insert(all.end(), some.begin(), some.end());
-    }
-    return all;
-  }
-  FuturePtr getFuture() override {
-    std::lock_guard lock(mutex_);
-    if (!future_) {
-      future_ = future_of_tensors();
-      const auto remaining = std::make_shared<std::atomic<size_t>>(works_.size());
-      for (const auto& work : works_) {
-        work->getFuture()->addCallback([remaining, all = future_, tensors = result()](Future& one) {
-          if (one.hasError()) {
-            all->setErrorIfNeeded(one.exception_ptr());
-          }
-          if (remaining->fetch_sub(1) == 1 && !all->completed()) {
-            all->markCompleted(c10::IValue(tensors));
-          }
-        });
-      }
-    }
-    return future_;
-  }
-  uint64_t getSequencenumber() const override {
-    return works_.front()->getSequencenumber();
-  }
-  float getDuration() const override {
-    float sum = 0;
-    for (const auto& work : works_) {
-      sum += work->getDuration();
-    }
-    return sum;
-  }
-
- private:
-  const std::vector<WorkPtr> works_;
-  FuturePtr future_;  // guarded by mutex_
-};
-
 }  // namespace
-
-// --- Checks: before anything is sent
-// --------------------------------------------------------------
-
-void ShmBackend::check_tensor(string_view op, string_view name, const at::Tensor& t) const {
-  C10D_EXT_CHECK_VALUE(t.defined(), op, place_, name, " must be a tensor, got an undefined one");
-  C10D_EXT_CHECK_VALUE(t.is_cpu(), op, place_, name,
-                       " must be on the CPU, which the shm backend serves, got one on ",
-                       t.device());
-  C10D_EXT_CHECK_TYPE(t.layout() == c10::kStrided, op, place_, name,
-                      " must be a dense (strided) tensor, got layout ", t.layout());
-}
-
-void ShmBackend::check_written(string_view op, string_view name, const at::Tensor& t) const {
-  check_tensor(op, name, t);
-  C10D_EXT_CHECK_VALUE(t.is_contiguous() || at::has_internal_overlap(t) != at::MemOverlap::Yes, op,
-                       place_, name, " must hold each element at a place of its own, got shape ",
-                       t.sizes(), " with strides ", t.strides());
-}
-
-const at::Tensor& ShmBackend::only(string_view op, string_view name, const Tensors& tensors) const {
-  C10D_EXT_CHECK_VALUE(tensors.size() == 1, op, place_, name, " must be one tensor, got ",
-                       tensors.size());
-  return tensors.front();
-}
-
-const Tensors& ShmBackend::only_list(string_view op, string_view name,
-                                     const std::vector<Tensors>& lists) const {
-  C10D_EXT_CHECK_VALUE(lists.size() == 1, op, place_, name, " must be one list of tensors, got ",
-                       lists.size());
-  return lists.front();
-}
-
-// A tensor for each rank, this rank's as large as `own`.
-void ShmBackend::check_parts(string_view op, string_view name, const Tensors& parts,
-                             const at::Tensor& own, string_view own_name) const {
-  C10D_EXT_CHECK_VALUE(parts.size() == static_cast<size_t>(size_), op, place_, name,
-                       " must be one tensor for each of the ", size_, " ranks, got ", parts.size());
-  for (const auto& part : parts) {
-    check_tensor(op, name, part);
-    C10D_EXT_CHECK_TYPE(part.scalar_type() == own.scalar_type(), op, place_, name, " must have ",
-                        own_name, "'s dtype, ", own.scalar_type(), ", got ", part.scalar_type());
-  }
-  C10D_EXT_CHECK_VALUE(parts[rank_].numel() == own.numel(), op, place_, name, "[", rank_,
-                       "], this rank's part, must have as many elements as ", own_name, ", ",
-                       own.sizes(), ", got ", parts[rank_].sizes());
-}
-
-void ShmBackend::check_root(string_view op, int64_t root) const {
-  C10D_EXT_CHECK_VALUE(root >= 0 && root < size_, op, place_,
-                       "the root must be a rank of the group, 0 to ", size_ - 1, ", got ", root);
-}
-
-Reduction ShmBackend::reduction_of(string_view op, const c10d::ReduceOp& reduce_op,
-                                   c10::ScalarType dtype) const {
-  static_assert(static_cast<int>(ReduceOp::Sum) == c10d::ReduceOp::SUM &&
-                static_cast<int>(ReduceOp::Avg) == c10d::ReduceOp::AVG &&
-                static_cast<int>(ReduceOp::Product) == c10d::ReduceOp::PRODUCT &&
-                static_cast<int>(ReduceOp::Min) == c10d::ReduceOp::MIN &&
-                static_cast<int>(ReduceOp::Max) == c10d::ReduceOp::MAX &&
-                static_cast<int>(ReduceOp::Band) == c10d::ReduceOp::BAND &&
-                static_cast<int>(ReduceOp::Bor) == c10d::ReduceOp::BOR &&
-                static_cast<int>(ReduceOp::Bxor) == c10d::ReduceOp::BXOR &&
-                static_cast<int>(ReduceOp::PremulSum) == c10d::ReduceOp::PREMUL_SUM);
-  C10D_EXT_CHECK_VALUE(reduce_op.op_ < c10d::ReduceOp::UNUSED, op, place_,
-                       "the reduce op must be one of torch.distributed.ReduceOp, got number ",
-                       static_cast<int>(reduce_op.op_));
-  Reduction reduction{static_cast<ReduceOp>(reduce_op.op_), std::nullopt};
-  if (reduction.op == ReduceOp::PremulSum) {
-    C10D_EXT_CHECK_VALUE(reduce_op.supplement_, op, place_, "PREMUL_SUM needs a factor, got none");
-    // Its only kind, by the layout that torch gives it.
-    const auto& supplement =
-        static_cast<const c10d::NCCLPreMulSumSupplement&>(*reduce_op.supplement_);
-    if (supplement.tensor_factor.defined()) {
-      reduction.factor = supplement.tensor_factor.item();
-    } else if (c10::isIntegralType(dtype, /*includeBool=*/true) &&
-               std::abs(supplement.double_factor) < 0x1p53 &&
-               supplement.double_factor == std::trunc(supplement.double_factor)) {
-      reduction.factor = static_cast<int64_t>(supplement.double_factor);
-    } else {
-      reduction.factor = supplement.double_factor;
-    }
-  }
-  check_reduction(op, place_, reduction, dtype);
-  return reduction;
-}
 
 // --- From calls to flights
 // ------------------------------------------------------------------------
@@ -1174,6 +1038,7 @@ ShmBackend::WorkPtr ShmBackend::all_reduce(const Call& call, at::TensorList sour
     }
     flight->add_shape(outs[i]);
   }
+  flight->add_members(outs);
   return launch(call, std::move(flight));
 }
 
@@ -1209,6 +1074,7 @@ ShmBackend::WorkPtr ShmBackend::broadcast_from(const Call& call, at::TensorList 
   if (in_place) {
     flight->request.targets.clear();
   }
+  flight->add_members(outs);
   for (size_t i = 0; i < outs.size(); ++i) {
     flight->set_dtype(outs[i]);
     flight->add_shape(outs[i]);
@@ -1234,6 +1100,7 @@ ShmBackend::WorkPtr ShmBackend::all_gather(const Call& call, at::TensorList sour
     flight->write_evenly(outs[i]);
     flight->add_shape(sources[i]);
   }
+  flight->add_members(sources);
   return launch(call, std::move(flight));
 }
 
@@ -1246,6 +1113,7 @@ ShmBackend::WorkPtr ShmBackend::scatter_reduced(const Call& call, at::TensorList
     flight->write(0, outs[i]);
     flight->add_shape(outs[i]);
   }
+  flight->add_members(outs);
   return launch(call, std::move(flight));
 }
 
@@ -1265,11 +1133,6 @@ ShmBackend::WorkPtr ShmBackend::exchange(const Call& call, const at::Tensor& sou
 ShmBackend::WorkPtr ShmBackend::all_reduce_sparse(const Call& call, const at::Tensor& tensor,
                                                   const Reduction& reduction) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  C10D_EXT_CHECK_TYPE(tensor.layout() == c10::kSparse, call.op, place_,
-                      "tensor must be dense or sparse in COO layout, got layout ", tensor.layout());
-  C10D_EXT_CHECK_TYPE(reduction.op == ReduceOp::Sum || reduction.op == ReduceOp::Avg, call.op,
-                      place_, "sparse tensors can be reduced with sum and avg, got ",
-                      name_of(reduction.op));
   const at::Tensor local = tensor.coalesce();
   const at::Tensor indices = local._indices();
   const at::Tensor values = local._values();
@@ -1279,8 +1142,13 @@ ShmBackend::WorkPtr ShmBackend::all_reduce_sparse(const Call& call, const at::Te
   for (const auto size : tensor.sizes()) {
     shape = mix(shape, static_cast<uint64_t>(size));
   }
-  const std::vector<int64_t> facts = {values.size(0), tensor.sparse_dim(), tensor.dense_dim(),
-                                      static_cast<int64_t>(shape)};
+  std::vector<int64_t> facts = {values.size(0), tensor.sparse_dim(), tensor.dense_dim(),
+                                static_cast<int64_t>(shape)};
+  // For the error's text: as many sizes as most tensors have.
+  constexpr int64_t kTold = 6;
+  for (int64_t i = 0; i < kTold; ++i) {
+    facts.push_back(i < tensor.dim() ? tensor.size(i) : -1);
+  }
   const auto width = static_cast<int64_t>(facts.size());
   const at::Tensor all_facts = at::empty({size_, width}, at::kLong);
   {
@@ -1299,12 +1167,20 @@ ShmBackend::WorkPtr ShmBackend::all_reduce_sparse(const Call& call, const at::Te
     }
   }
   if (!different.empty()) {
+    std::ostringstream shapes;
+    for (int rank = 0; rank < size_; ++rank) {
+      const int64_t* told = all + rank * width;
+      shapes << (rank == 0 ? "" : ", ") << '[';
+      for (int64_t i = 0; i < std::min(told[1] + told[2], kTold); ++i) {
+        shapes << (i == 0 ? "" : ", ") << told[width - kTold + i];
+      }
+      shapes << (told[1] + told[2] > kTold ? ", ...] with " : "] with ") << told[1]
+             << " sparse dimensions on rank " << rank;
+    }
     throw CollectiveError(
         CollectiveError::Kind::Mismatch,
         c10::str(call.op, ": tensor must have the same shape and sparse dimensions on all ranks, ",
-                 "got others than rank 0's on ranks ", c10::Join(", ", different), "; here ",
-                 tensor.sizes(), " with ", tensor.sparse_dim(), " sparse dimensions ",
-                 where(place_)),
+                 "got ", shapes.str(), ' ', where(place_)),
         different, std::string(call.op), live_->engine().seq(), place_.name());
   }
 
@@ -1472,23 +1348,14 @@ ShmBackend::WorkPtr ShmBackend::allreduce_sparse(Tensors& tensors,
                                                  const c10d::AllreduceOptions& opts) {
   constexpr string_view op = "all_reduce";
   const at::Tensor& tensor = only(op, "tensor", tensors);
-  C10D_EXT_CHECK_VALUE(tensor.defined() && tensor.is_cpu(), op, place_,
-                       "tensor must be on the CPU, which the shm backend serves, got another");
   return all_reduce_sparse(Call::of(op, c10d::OpType::_ALLREDUCE_SPARSE, opts), tensor,
-                           reduction_of(op, opts.reduceOp, tensor.scalar_type()));
+                           check_sparse(op, tensor, opts.reduceOp));
 }
 
 ShmBackend::WorkPtr ShmBackend::allreduce_coalesced(Tensors& tensors,
                                                     const c10d::AllreduceCoalescedOptions& opts) {
   constexpr string_view op = "all_reduce_coalesced";
-  C10D_EXT_CHECK_VALUE(!tensors.empty(), op, place_,
-                       "tensors must hold at least one tensor, got an empty list");
-  for (const auto& tensor : tensors) {
-    check_written(op, "each tensor", tensor);
-    C10D_EXT_CHECK_TYPE(tensor.scalar_type() == tensors[0].scalar_type(), op, place_,
-                        "tensors must have one dtype, got ", tensors[0].scalar_type(), " and ",
-                        tensor.scalar_type());
-  }
+  check_list(op, tensors);
   return all_reduce(Call::of(op, c10d::OpType::ALLREDUCE_COALESCED, opts), tensors, tensors,
                     reduction_of(op, opts.reduceOp, tensors[0].scalar_type()));
 }
@@ -1522,15 +1389,6 @@ ShmBackend::WorkPtr ShmBackend::allgather(std::vector<Tensors>& outputs, Tensors
   return launch(call, std::move(flight));
 }
 
-void ShmBackend::check_whole(string_view op, string_view name, const at::Tensor& whole,
-                             string_view part_name, const at::Tensor& part) const {
-  C10D_EXT_CHECK_TYPE(whole.scalar_type() == part.scalar_type(), op, place_, name, " must have ",
-                      part_name, "'s dtype, ", part.scalar_type(), ", got ", whole.scalar_type());
-  C10D_EXT_CHECK_VALUE(whole.numel() == part.numel() * size_, op, place_, name, " must have ",
-                       size_, " times the elements of ", part_name, ", ", part.sizes(), ", got ",
-                       whole.sizes());
-}
-
 ShmBackend::WorkPtr ShmBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                 const c10d::AllgatherOptions& opts) {
   constexpr string_view op = "all_gather_into_tensor";
@@ -1544,30 +1402,20 @@ ShmBackend::WorkPtr ShmBackend::allgather_coalesced(std::vector<Tensors>& output
                                                     const c10d::AllgatherOptions& opts) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   constexpr string_view op = "all_gather_coalesced";
-  C10D_EXT_CHECK_VALUE(outputs.size() == static_cast<size_t>(size_), op, place_,
-                       "outputs must be one list for each of the ", size_, " ranks, got ",
-                       outputs.size());
+  check_lists(op, outputs, inputs);
   const auto call = Call::of(op, c10d::OpType::ALLGATHER_COALESCED, opts);
   auto flight = make(call, shm::Verb::AllGather);
   for (const auto& input : inputs) {
-    check_tensor(op, "each input", input);
     flight->set_dtype(input);
     flight->read(0, input);
   }
   for (int rank = 0; rank < size_; ++rank) {
-    C10D_EXT_CHECK_VALUE(outputs[rank].size() == inputs.size(), op, place_,
-                         "each list of outputs must hold as many tensors as inputs, ",
-                         inputs.size(), ", got ", outputs[rank].size());
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      const at::Tensor& output = outputs[rank][i];
-      check_written(op, "each output", output);
-      C10D_EXT_CHECK_TYPE(output.scalar_type() == inputs[i].scalar_type(), op, place_,
-                          "each output must have its input's dtype, ", inputs[i].scalar_type(),
-                          ", got ", output.scalar_type());
+    for (const auto& output : outputs[rank]) {
       flight->write(rank, output);
       flight->add_shape(output);
     }
   }
+  flight->add_members(inputs);
   C10D_EXT_CHECK_VALUE(
       shm::bytes_of(flight->request.sources[0]) == shm::bytes_of(flight->request.targets[rank_]),
       op, place_, "outputs[", rank_,
@@ -1583,16 +1431,6 @@ ShmBackend::WorkPtr ShmBackend::allgather_into_tensor_coalesced(
     check_whole(op, "each output", outputs[i], "its input", inputs[i]);
   }
   return all_gather(Call::of(op, c10d::OpType::ALLGATHER_COALESCED, opts), inputs, outputs);
-}
-
-void ShmBackend::check_pairs(string_view op, const Tensors& outputs, const Tensors& inputs) const {
-  C10D_EXT_CHECK_VALUE(!inputs.empty() && outputs.size() == inputs.size(), op, place_,
-                       "there must be an output for each input and at least one, got ",
-                       outputs.size(), " outputs and ", inputs.size(), " inputs");
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    check_tensor(op, "each input", inputs[i]);
-    check_written(op, "each output", outputs[i]);
-  }
 }
 
 ShmBackend::WorkPtr ShmBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -1616,9 +1454,7 @@ ShmBackend::WorkPtr ShmBackend::gather(std::vector<Tensors>& outputs, Tensors& i
       flight->write(rank, parts[rank]);
     }
   } else {
-    C10D_EXT_CHECK_VALUE(outputs.empty(), op, place_,
-                         "outputs must be empty but on the root, rank ", opts.rootRank, ", got ",
-                         outputs.size(), " lists");
+    check_no_lists(op, "outputs", outputs, opts.rootRank);
   }
   return launch(call, std::move(flight));
 }
@@ -1642,8 +1478,7 @@ ShmBackend::WorkPtr ShmBackend::scatter(Tensors& outputs, std::vector<Tensors>& 
       flight->read(rank, parts[rank]);
     }
   } else {
-    C10D_EXT_CHECK_VALUE(inputs.empty(), op, place_, "inputs must be empty but on the root, rank ",
-                         opts.rootRank, ", got ", inputs.size(), " lists");
+    check_no_lists(op, "inputs", inputs, opts.rootRank);
   }
   flight->write(0, output);
   return launch(call, std::move(flight));
@@ -1684,34 +1519,12 @@ ShmBackend::WorkPtr ShmBackend::reduce_scatter_tensor_coalesced(
   check_pairs(op, outputs, inputs);
   for (size_t i = 0; i < inputs.size(); ++i) {
     check_whole(op, "each input", inputs[i], "its output", outputs[i]);
-    C10D_EXT_CHECK_TYPE(outputs[i].scalar_type() == outputs[0].scalar_type(), op, place_,
-                        "tensors must have one dtype, got ", outputs[0].scalar_type(), " and ",
-                        outputs[i].scalar_type());
+    C10D_EXT_CHECK_VALUE(outputs[i].scalar_type() == outputs[0].scalar_type(), op, place_,
+                         "tensors must have one dtype, got ", outputs[0].scalar_type(), " and ",
+                         outputs[i].scalar_type());
   }
   return scatter_reduced(Call::of(op, c10d::OpType::REDUCE_SCATTER, opts), inputs, outputs,
                          reduction_of(op, opts.reduceOp, outputs[0].scalar_type()));
-}
-
-std::vector<int64_t> ShmBackend::elements_of(string_view op, string_view name, const at::Tensor& t,
-                                             const std::vector<int64_t>& rows) const {
-  if (rows.empty()) {
-    C10D_EXT_CHECK_VALUE(t.dim() > 0 && t.size(0) % size_ == 0, op, place_, name,
-                         "'s first dimension must be a multiple of the ", size_,
-                         " ranks without split sizes, got shape ", t.sizes());
-    return std::vector<int64_t>(size_, t.numel() / size_);
-  }
-  C10D_EXT_CHECK_VALUE(
-      rows.size() == static_cast<size_t>(size_) && t.dim() > 0 &&
-          std::all_of(rows.begin(), rows.end(), [](int64_t r) { return r >= 0; }) &&
-          std::accumulate(rows.begin(), rows.end(), int64_t{0}) == t.size(0),
-      op, place_, name, "'s split sizes must be one for each of the ", size_,
-      " ranks and sum to its first dimension, got ", rows, " for shape ", t.sizes());
-  const int64_t width = t.size(0) == 0 ? 0 : t.numel() / t.size(0);
-  std::vector<int64_t> elements = rows;
-  for (auto& count : elements) {
-    count *= width;
-  }
-  return elements;
 }
 
 ShmBackend::WorkPtr ShmBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
@@ -1721,9 +1534,9 @@ ShmBackend::WorkPtr ShmBackend::alltoall_base(at::Tensor& output, at::Tensor& in
   constexpr string_view op = "all_to_all_single";
   check_tensor(op, "input", input);
   check_written(op, "output", output);
-  C10D_EXT_CHECK_TYPE(output.scalar_type() == input.scalar_type(), op, place_,
-                      "output must have input's dtype, ", input.scalar_type(), ", got ",
-                      output.scalar_type());
+  C10D_EXT_CHECK_VALUE(output.scalar_type() == input.scalar_type(), op, place_,
+                       "output must have input's dtype, ", input.scalar_type(), ", got ",
+                       output.scalar_type());
   return exchange(Call::of(op, c10d::OpType::ALLTOALL_BASE, opts), input, output,
                   elements_of(op, "input", input, input_splits),
                   elements_of(op, "output", output, output_splits));
@@ -1757,9 +1570,7 @@ ShmBackend::WorkPtr ShmBackend::send(Tensors& tensors, int dst, int tag) {
   constexpr string_view op = "send";
   const at::Tensor& tensor = only(op, "tensor", tensors);
   check_tensor(op, "tensor", tensor);
-  C10D_EXT_CHECK_VALUE(dst >= 0 && dst < size_ && dst != rank_, op, place_,
-                       "the destination must be another rank of the group, 0 to ", size_ - 1,
-                       ", got ", dst);
+  check_peer(op, "destination", dst);
   const Call call{op, c10d::OpType::SEND, Call::Delivery::Async};
   auto flight = make(call, shm::Verb::Send);
   flight->request.peer = dst;
@@ -1785,9 +1596,7 @@ ShmBackend::WorkPtr ShmBackend::receive(string_view op, c10d::OpType type, Tenso
 
 ShmBackend::WorkPtr ShmBackend::recv(Tensors& tensors, int src, int tag) {
   constexpr string_view op = "recv";
-  C10D_EXT_CHECK_VALUE(src >= 0 && src < size_ && src != rank_, op, place_,
-                       "the source must be another rank of the group, 0 to ", size_ - 1, ", got ",
-                       src);
+  check_peer(op, "source", src);
   return receive(op, c10d::OpType::RECV, tensors, src, tag);
 }
 
@@ -1860,11 +1669,11 @@ ShmBackend::WorkPtr ShmBackend::endCoalescing() {
 ShmBackend::ShmBackend(int rank, int size, const Options& options, const Settings& settings,
                        c10::intrusive_ptr<c10d::Store> store, std::shared_ptr<Live> live)
     : c10d::Backend(rank, size),
+      VerbChecks(live->place()),
       options_(options),
       settings_(settings),
       store_(std::move(store)),
       live_(std::move(live)),
-      place_(live_->place()),
       timeout_(options.timeout) {
   init();
 }
@@ -1926,11 +1735,7 @@ c10::intrusive_ptr<c10d::Backend> ShmBackend::connect_part(
   }
   Options options("shm", timeout);
   options.group_name = name;
-  if (!options_.global_ranks_in_group.empty()) {
-    for (const int rank : ranks) {
-      options.global_ranks_in_group.push_back(options_.global_ranks_in_group.at(rank));
-    }
-  }
+  options.global_ranks_in_group = global_ranks_of(options_, ranks);
   auto connected = connect(store, static_cast<int>(self - ranks.begin()),
                            static_cast<int>(ranks.size()), options, settings_);
   C10D_EXT_CHECK_VALUE(
@@ -1960,15 +1765,7 @@ c10::intrusive_ptr<c10d::Backend> ShmBackend::merge(const c10::intrusive_ptr<c10
 c10::intrusive_ptr<c10d::Backend> ShmBackend::shrink(const std::vector<int64_t>& ranks_to_exclude,
                                                      int flags,
                                                      const c10::intrusive_ptr<Options>& opts) {
-  const std::set<int64_t> excluded(ranks_to_exclude.begin(), ranks_to_exclude.end());
-  std::vector<int> ranks;
-  for (int rank = 0; rank < size_; ++rank) {
-    if (excluded.count(rank) == 0) {
-      ranks.push_back(rank);
-    }
-  }
-  C10D_EXT_CHECK_VALUE(excluded.count(rank_) == 0, "shrink", place_,
-                       "the ranks that remain must call it, got a call of excluded rank ", rank_);
+  const std::vector<int> ranks = remaining(place_, ranks_to_exclude);
   if (flags == kShrinkAbort) {
     abort();
   }

@@ -19,6 +19,7 @@
 #include "core/facts.h"
 #include "core/group.h"
 #include "core/reduction.h"
+#include "core/verb_checks.h"
 
 // torch names _allgather_base and its kin deprecated while they are what a Backend overrides.
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
@@ -30,7 +31,7 @@ namespace c10d_ext {
 // c10d's verbs and the start_* below, which the ops call, meet in one place: a Flight, the
 // engine's operation with the tensors it reads and writes. Every dtype, stride, size and reduce op
 // with a meaning is native here.
-class ShmBackend final : public c10d::Backend {
+class ShmBackend final : public c10d::Backend, private VerbChecks {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   using Tensors = std::vector<at::Tensor>;
@@ -205,23 +206,6 @@ class ShmBackend final : public c10d::Backend {
   WorkPtr all_reduce_sparse(const Call& call, const at::Tensor& tensor, const Reduction& reduction);
   WorkPtr receive(std::string_view op, c10d::OpType type, Tensors& tensors, int src, int tag);
 
-  void check_tensor(std::string_view op, std::string_view name, const at::Tensor& t) const;
-  void check_written(std::string_view op, std::string_view name, const at::Tensor& t) const;
-  const at::Tensor& only(std::string_view op, std::string_view name, const Tensors& tensors) const;
-  const Tensors& only_list(std::string_view op, std::string_view name,
-                           const std::vector<Tensors>& lists) const;
-  void check_parts(std::string_view op, std::string_view name, const Tensors& parts,
-                   const at::Tensor& own, std::string_view own_name) const;
-  void check_whole(std::string_view op, std::string_view name, const at::Tensor& whole,
-                   std::string_view part_name, const at::Tensor& part) const;
-  void check_pairs(std::string_view op, const Tensors& outputs, const Tensors& inputs) const;
-  void check_root(std::string_view op, int64_t root) const;
-  // How many elements of `t` go to or come from each rank, given rows of its first dimension.
-  std::vector<int64_t> elements_of(std::string_view op, std::string_view name, const at::Tensor& t,
-                                   const std::vector<int64_t>& rows) const;
-  Reduction reduction_of(std::string_view op, const c10d::ReduceOp& reduce_op,
-                         c10::ScalarType dtype) const;
-
   // `ranks` of this group, in their order there; null where this rank is none of them.
   c10::intrusive_ptr<Backend> connect_part(const c10::intrusive_ptr<c10d::Store>& store,
                                            const std::vector<int>& ranks, const std::string& name,
@@ -231,7 +215,6 @@ class ShmBackend final : public c10d::Backend {
   const Settings settings_;
   const c10::intrusive_ptr<c10d::Store> store_;
   const std::shared_ptr<Live> live_;
-  const Group& place_;  // for texts
   std::atomic<Milliseconds> timeout_;
   int64_t shrink_count_ = 0;
 

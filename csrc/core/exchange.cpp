@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "backends/fallback.h"
 #include "backends/shm.h"
 #include "core/memory.h"
 #include "core/messages.h"
@@ -77,6 +78,16 @@ void attach_started(std::string_view op, const Group& group, at::TensorList outs
   }
 }
 
+// A verb's options, with the timeout of the call that it serves.
+template <class Options>
+Options options_of_call() {
+  Options options;
+  if (const Claim* claim = Claim::here()) {
+    options.timeout = claim->timeout();
+  }
+  return options;
+}
+
 // The backend that serves a device in a group; a ProcessGroup without backends (one written in
 // Python, say) is used through its own virtual methods, which have the same names.
 class Channel {
@@ -96,6 +107,10 @@ class Channel {
     } catch (const c10::Error&) {
       value_error(op, group, "the group must have a backend for the tensor's device, got ",
                   t.device());
+    }
+    // Whose verbs come back here.
+    if (auto* found = backend_.get(); typeid(*found) == typeid(OverGloo)) {
+      backend_ = static_cast<OverGloo*>(found)->gloo();
     }
     const std::string name = backend_->getBackendName();
     gloo_ = name == "gloo";
@@ -233,32 +248,6 @@ c10d::ReduceOp wire_op_of(ReduceOp op) {
       break;
   }
   return c10d::ReduceOp::SUM;
-}
-
-// Contiguous and without conj or neg bits: a backend can write it directly.
-bool is_dense(const at::Tensor& t) {
-  return t.is_contiguous() && !t.is_conj() && !t.is_neg();
-}
-
-// `count` elements from element `offset` on of a dense tensor, its memory taken as 1-D of `dtype`.
-// Built by hand: two views through the dispatcher cost more than the rest of a start, and cannot
-// take a tensor of one element with an odd stride.
-at::Tensor span_of(const at::Tensor& t, caffe2::TypeMeta dtype, int64_t offset, int64_t count) {
-  at::Tensor span = at::detail::make_tensor<c10::TensorImpl>(
-      c10::TensorImpl::VIEW, c10::Storage(t.storage()), t.key_set(), dtype);
-  auto* impl = span.unsafeGetTensorImpl();
-  const auto start = t.storage_offset() * static_cast<int64_t>(t.itemsize());
-  impl->set_storage_offset(start / static_cast<int64_t>(dtype.itemsize()) + offset);
-  impl->set_sizes_contiguous({count});
-  return span;
-}
-
-at::Tensor span_of(const at::Tensor& t, int64_t offset, int64_t count) {
-  return span_of(t, t.dtype(), offset, count);
-}
-
-at::Tensor bytes_of(const at::Tensor& t) {
-  return span_of(t, caffe2::TypeMeta::Make<uint8_t>(), 0, static_cast<int64_t>(t.nbytes()));
 }
 
 Tensors rows_of(const at::Tensor& flat, int64_t rows) {
@@ -417,8 +406,10 @@ Started all_to_all_bytes(const Channel& channel, const at::Tensor& source_bytes,
                          std::vector<int64_t> in_splits) {
   at::Tensor in = source_bytes;
   at::Tensor out = out_bytes;
-  WorkPtr work = channel.start(
-      [&](auto& backend) { return backend.alltoall_base(out, in, out_splits, in_splits); });
+  const auto options = options_of_call<c10d::AllToAllOptions>();
+  WorkPtr work = channel.start([&](auto& backend) {
+    return backend.alltoall_base(out, in, out_splits, in_splits, options);
+  });
   return {work, channel.keep(in)};
 }
 
@@ -431,7 +422,9 @@ Started all_gather_bytes(const Channel& channel, const at::Tensor& source_bytes,
   }
   at::Tensor in = source_bytes;
   at::Tensor out = out_bytes;
-  WorkPtr work = channel.start([&](auto& backend) { return backend._allgather_base(out, in); });
+  const auto options = options_of_call<c10d::AllgatherOptions>();
+  WorkPtr work =
+      channel.start([&](auto& backend) { return backend._allgather_base(out, in, options); });
   return {work, channel.keep(in)};
 }
 
@@ -455,7 +448,7 @@ Started all_reduce(const Channel& channel, const at::Tensor& source, const at::T
   }
   const auto [wire, in_place] = to_wire(source, out, reduction, plan);
   const bool divide = reduction.op == ReduceOp::Avg && !channel.has_avg(false);
-  c10d::AllreduceOptions options;
+  auto options = options_of_call<c10d::AllreduceOptions>();
   options.reduceOp = wire_op_of(divide ? ReduceOp::Sum : plan.wire_op);
   Tensors tensors{wire};
   WorkPtr work = channel.start([&](auto& backend) { return backend.allreduce(tensors, options); });
@@ -506,7 +499,7 @@ Started reduce_scatter(const Channel& channel, const at::Tensor& source, const a
   in = in.view({-1});
   at::Tensor wire = direct ? encode(out, plan, /*may_alias=*/true).view({-1})
                            : at::empty({in.numel() / ranks}, in.options());
-  c10d::ReduceScatterOptions options;
+  auto options = options_of_call<c10d::ReduceScatterOptions>();
   options.reduceOp = wire_op_of(divide ? ReduceOp::Sum : plan.wire_op);
   WorkPtr work =
       channel.start([&](auto& backend) { return backend._reduce_scatter_base(wire, in, options); });
@@ -522,7 +515,7 @@ Started reduce_scatter(const Channel& channel, const at::Tensor& source, const a
 // The verb that torch.distributed.barrier calls, so that the ranks that call that are met.
 Started barrier(const Channel& channel, const at::Device& device) {
   if (channel.has_barrier()) {
-    c10d::BarrierOptions options;
+    auto options = options_of_call<c10d::BarrierOptions>();
     options.device = device;
     if (device.has_index()) {
       options.device_ids = {device.index()};
@@ -635,7 +628,7 @@ void start_all_reduce_coalesced(std::string_view op, const Group& group, at::Ten
         finish = then(std::move(finish), decode_later(wire, own, outs[i], 1));
       }
     }
-    c10d::AllreduceCoalescedOptions options;
+    auto options = options_of_call<c10d::AllreduceCoalescedOptions>();
     options.reduceOp = wire_op_of(plan.wire_op);
     WorkPtr work =
         channel.start([&](auto& backend) { return backend.allreduce_coalesced(wires, options); });
@@ -677,7 +670,7 @@ void start_reduce(std::string_view op, const Group& group, const at::Tensor& sou
     if (receives) {
       lists.push_back(rows_of(all, group.size()));
     }
-    c10d::GatherOptions options;
+    auto options = options_of_call<c10d::GatherOptions>();
     options.rootRank = dst;
     WorkPtr work = channel.start([&](auto& backend) { return backend.gather(lists, in, options); });
     Finish finish = channel.keep(in[0]);
@@ -700,11 +693,11 @@ void start_reduce(std::string_view op, const Group& group, const at::Tensor& sou
   Tensors tensors{wire};
   WorkPtr work = channel.start([&](auto& backend) {
     if (!channel.has_rooted()) {
-      c10d::AllreduceOptions options;
+      auto options = options_of_call<c10d::AllreduceOptions>();
       options.reduceOp = wire_op;
       return backend.allreduce(tensors, options);
     }
-    c10d::ReduceOptions options;
+    auto options = options_of_call<c10d::ReduceOptions>();
     options.reduceOp = wire_op;
     options.rootRank = dst;
     return backend.reduce(tensors, options);
@@ -955,7 +948,7 @@ void start_broadcast(std::string_view op, const Group& group, const at::Tensor& 
   if (group.rank() == src && !source.is_same(buffer)) {
     buffer.copy_(source);
   }
-  c10d::BroadcastOptions options;
+  auto options = options_of_call<c10d::BroadcastOptions>();
   options.rootRank = src;
   Tensors tensors{bytes_of(buffer)};
   WorkPtr work = channel.start([&](auto& backend) { return backend.broadcast(tensors, options); });
@@ -981,7 +974,7 @@ void start_broadcast_coalesced(std::string_view op, const Group& group, at::Tens
   }
   const Channel channel(op, group, outs.front());
   at::Tensor flat = flattened(sources);
-  c10d::BroadcastOptions options;
+  auto options = options_of_call<c10d::BroadcastOptions>();
   options.rootRank = src;
   Tensors tensors{bytes_of(flat)};
   WorkPtr work = channel.start([&](auto& backend) { return backend.broadcast(tensors, options); });
@@ -1023,7 +1016,7 @@ void start_gather(std::string_view op, const Group& group, const at::Tensor& sou
     lists.push_back(rows_of(bytes_of(buffer), group.size()));
     finish = then(std::move(finish), std::move(copy));
   }
-  c10d::GatherOptions options;
+  auto options = options_of_call<c10d::GatherOptions>();
   options.rootRank = dst;
   WorkPtr work = channel.start([&](auto& backend) { return backend.gather(lists, in, options); });
   channel.attach(out, {work, std::move(finish)});
@@ -1065,7 +1058,7 @@ void start_scatter(std::string_view op, const Group& group, const at::Tensor& so
     lists.push_back(rows_of(bytes_of(in), group.size()));
     finish = then(channel.keep(in), std::move(finish));
   }
-  c10d::ScatterOptions options;
+  auto options = options_of_call<c10d::ScatterOptions>();
   options.rootRank = src;
   WorkPtr work =
       channel.start([&](auto& backend) { return backend.scatter(received, lists, options); });

@@ -55,4 +55,24 @@ std::vector<at::Tensor> aliases_of(at::TensorList tensors) {
   return aliases;
 }
 
+// Built by hand: two views through the dispatcher cost more than the rest of a start, and cannot
+// take a tensor of one element with an odd stride.
+at::Tensor span_of(const at::Tensor& t, caffe2::TypeMeta dtype, int64_t offset, int64_t count) {
+  at::Tensor span = at::detail::make_tensor<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(t.storage()), t.key_set(), dtype);
+  auto* impl = span.unsafeGetTensorImpl();
+  const auto start = t.storage_offset() * static_cast<int64_t>(t.itemsize());
+  impl->set_storage_offset(start / static_cast<int64_t>(dtype.itemsize()) + offset);
+  impl->set_sizes_contiguous({count});
+  return span;
+}
+
+at::Tensor span_of(const at::Tensor& t, int64_t offset, int64_t count) {
+  return span_of(t, t.dtype(), offset, count);
+}
+
+at::Tensor bytes_of(const at::Tensor& t) {
+  return span_of(t, caffe2::TypeMeta::Make<uint8_t>(), 0, static_cast<int64_t>(t.nbytes()));
+}
+
 }  // namespace c10d_ext

@@ -17,4 +17,16 @@ void prefer_huge_pages(const at::Tensor& fresh);
 at::Tensor alias_of(const at::Tensor& t);
 std::vector<at::Tensor> aliases_of(at::TensorList tensors);
 
+// Contiguous and without conj or neg bits: a backend can write it directly.
+inline bool is_dense(const at::Tensor& t) {
+  return t.is_contiguous() && !t.is_conj() && !t.is_neg();
+}
+
+// `count` elements from element `offset` on of a dense tensor, its memory taken as 1-D of `dtype`.
+at::Tensor span_of(const at::Tensor& t, caffe2::TypeMeta dtype, int64_t offset, int64_t count);
+at::Tensor span_of(const at::Tensor& t, int64_t offset, int64_t count);
+
+// The memory of a dense tensor.
+at::Tensor bytes_of(const at::Tensor& t);
+
 }  // namespace c10d_ext

@@ -17,6 +17,7 @@
 #include <limits>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <unordered_map>
 
@@ -68,6 +69,12 @@ bool is_timed(Subscribe subscribe) {
   return tells_its_number(subscribe) && subscribe != &subscribe_to_future;
 }
 
+using Clock = std::chrono::steady_clock;
+
+float milliseconds_since(Clock::time_point begun) {
+  return std::chrono::duration<float, std::milli>(Clock::now() - begun).count();
+}
+
 constexpr float kNotTimed = std::numeric_limits<float>::quiet_NaN();
 
 // A backend's work, plus what this rank still has to do when it completes.
@@ -103,12 +110,12 @@ class PendingWork : public c10d::Work {
   }
 
   // A collective of `op` that was over when its start returned.
-  PendingWork(const Facts& facts, const at::Tensor& output)
+  PendingWork(const Facts& facts, at::TensorList outputs)
       : c10d::Work(-1, facts.type),
         op_("work"),
         rank_in_group_(-1),
         group_size_(0),
-        outputs_(aliases_of({output})),
+        outputs_(aliases_of(outputs)),
         cpu_(true),
         subscribe_(nullptr),
         sequence_number_(facts.number),
@@ -118,6 +125,12 @@ class PendingWork : public c10d::Work {
     if (is_message() && inner_ != nullptr) {
       --messages_in_flight;
     }
+  }
+
+  // Times it itself, for a backend that does not. Called before anyone else knows of it.
+  void time_as(c10d::OpType type, Clock::time_point begun) {
+    opType_ = type;
+    begun_ = begun;
   }
 
   static size_t count_messages() {
@@ -130,9 +143,15 @@ class PendingWork : public c10d::Work {
       Registry::get().add(storage_of(output), self);
       c10d::register_work(output, self);
     }
+    complete_by_itself();
+  }
+
+  // Whoever waits or not.
+  void complete_by_itself() {
     if (subscribe_ != nullptr) {
       // The backend's work holds the callback, the callback this work, and this work the
       // backend's: complete() breaks the circle.
+      const auto self = PendingWorkPtr::reclaim_copy(this);
       const auto inner = inner_;
       subscribed_ = subscribe_(
           *inner, [self](std::exception_ptr error) { self->complete(std::move(error)); });
@@ -260,6 +279,8 @@ class PendingWork : public c10d::Work {
 
   float getDuration() const override {
     if (const auto inner = running()) {
+      TORCH_CHECK(!begun_, op_, ": getDuration must be asked once the work is complete, got one ",
+                  "in flight", place());
       return inner->getDuration();
     }
     TORCH_CHECK(!std::isnan(milliseconds_), op_, ": the backend must time what it does, got one ",
@@ -359,6 +380,8 @@ class PendingWork : public c10d::Work {
       error_ = error ? described(error) : nullptr;
       if (timed_ && !error_) {
         milliseconds_ = inner->getDuration();
+      } else if (begun_ && !error_) {
+        milliseconds_ = milliseconds_since(*begun_);
       }
       future = future_;
       if (is_message()) {
@@ -370,7 +393,8 @@ class PendingWork : public c10d::Work {
       if (!error_) {
         // Kept on failure, so that the storages stay known as the ones that never got their data.
         outputs = outputs_;
-        if (!future_) {
+        // Of a claimed work result() and a later future have them.
+        if (!future_ && !begun_) {
           outputs_.clear();
         }
       }
@@ -450,6 +474,7 @@ class PendingWork : public c10d::Work {
   const bool cpu_;
   const Subscribe subscribe_;
   bool timed_ = false;
+  std::optional<Clock::time_point> begun_;  // where it is timed here
   std::atomic<bool> subscribed_{false};
   std::atomic<bool> listed_{true};
   std::atomic<int64_t> sequence_number_{-1};  // -1: not known
@@ -631,6 +656,10 @@ bool subscribe_if_possible(c10d::Work& work, std::function<void(std::exception_p
 
 void attach(std::string_view op, const Group& group, at::TensorList outputs,
             const c10::intrusive_ptr<c10d::Work>& work, Finish finish, Subscribe subscribe) {
+  if (auto* claim = Claim::here()) {
+    claim->attach(op, group, work, std::move(finish), subscribe);
+    return;
+  }
   const bool cpu = outputs.empty() || outputs.front().is_cpu();
   if (!work || (cpu && work->isCompleted() && work->isSuccess())) {
     note_over(at::Tensor(), Facts());
@@ -664,8 +693,70 @@ void attach(std::string_view op, const Group& group, at::TensorList outputs,
 c10::intrusive_ptr<c10d::Work> follow(std::string_view op, const Group& group, at::Tensor tensor,
                                       c10::intrusive_ptr<c10d::Work> work, Finish finish,
                                       int64_t source, bool timed) {
-  return c10::make_intrusive<PendingWork>(op, group, std::vector<at::Tensor>{std::move(tensor)},
-                                          std::move(work), std::move(finish), source, timed);
+  const auto begun = Clock::now();
+  auto message =
+      c10::make_intrusive<PendingWork>(op, group, std::vector<at::Tensor>{std::move(tensor)},
+                                       std::move(work), std::move(finish), source, timed);
+  if (const auto* claim = Claim::here()) {
+    message->time_as(claim->type(), begun);
+  }
+  return message;
+}
+
+namespace {
+thread_local Claim* claim_here = nullptr;
+}  // namespace
+
+Claim::Claim(c10d::OpType type, std::vector<at::Tensor> outputs, Finish finish,
+             std::chrono::milliseconds timeout)
+    : type_(type),
+      timeout_(timeout),
+      begun_(Clock::now()),
+      outputs_(std::move(outputs)),
+      finish_(std::move(finish)),
+      before_(claim_here) {
+  claim_here = this;
+}
+
+Claim::~Claim() {
+  claim_here = before_;
+}
+
+Claim* Claim::here() {
+  return claim_here;
+}
+
+void Claim::attach(std::string_view op, const Group& group,
+                   const c10::intrusive_ptr<c10d::Work>& work, Finish finish, Subscribe subscribe) {
+  Finish all = std::move(finish_);
+  if (finish) {
+    all = [first = std::move(finish), second = std::move(all)] {
+      first();
+      if (second) {
+        second();
+      }
+    };
+  }
+  if (!work) {
+    finish_ = std::move(all);
+    return;
+  }
+  auto pending =
+      c10::make_intrusive<PendingWork>(op, group, outputs_, work, std::move(all), subscribe);
+  pending->time_as(type_, begun_);
+  pending->complete_by_itself();
+  work_ = std::move(pending);
+}
+
+c10::intrusive_ptr<c10d::Work> Claim::take() {
+  if (work_) {
+    return std::move(work_);
+  }
+  if (finish_) {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    finish_();
+  }
+  return c10::make_intrusive<PendingWork>(Facts{type_, -1, milliseconds_since(begun_)}, outputs_);
 }
 
 void attach_message(const c10::intrusive_ptr<c10d::Work>& message) {
@@ -731,7 +822,8 @@ c10::intrusive_ptr<c10d::Work> started_work_of(const at::Tensor& t) {
   if (last.storage == nullptr || last.storage != storage_of(t)) {
     return {};
   }
-  return last.work ? last.work : c10::make_intrusive<PendingWork>(last.facts, t);
+  return last.work ? last.work
+                   : c10::make_intrusive<PendingWork>(last.facts, std::vector<at::Tensor>{t});
 }
 
 void bind_works(pybind11::module_& m) {

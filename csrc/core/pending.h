@@ -3,6 +3,8 @@
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 
+#include <chrono>
+#include <cstdint>
 #include <exception>
 #include <functional>
 #include <string>
@@ -13,7 +15,8 @@
 
 namespace c10d {
 class Work;
-}
+enum class OpType : std::uint8_t;
+}  // namespace c10d
 
 namespace c10d_ext {
 
@@ -42,6 +45,45 @@ bool subscribe_if_possible(c10d::Work& work, std::function<void(std::exception_p
 //  * `finish` has run exactly once before any wait returns.
 void attach(std::string_view op, const Group& group, at::TensorList outputs,
             const c10::intrusive_ptr<c10d::Work>& work, Finish finish, Subscribe subscribe);
+
+// While one lives, what this thread starts belongs to who made it, and not to the storages that it
+// writes: attach() leaves no entry anywhere. For one collective, or messages, of a backend.
+class Claim {
+ public:
+  // `outputs`: what result() and the future of the work hold. `finish`: done on this rank after all
+  // that the collective itself leaves to do. `timeout`: of the call, negative: the group's.
+  Claim(c10d::OpType type, std::vector<at::Tensor> outputs, Finish finish,
+        std::chrono::milliseconds timeout);
+  ~Claim();
+  Claim(const Claim&) = delete;
+  Claim& operator=(const Claim&) = delete;
+
+  // Of this thread, or null.
+  static Claim* here();
+
+  c10d::OpType type() const {
+    return type_;
+  }
+  std::chrono::milliseconds timeout() const {
+    return timeout_;
+  }
+
+  // The work, finished already where nothing is in flight. Once.
+  c10::intrusive_ptr<c10d::Work> take();
+
+  // attach() under a claim.
+  void attach(std::string_view op, const Group& group, const c10::intrusive_ptr<c10d::Work>& work,
+              Finish finish, Subscribe subscribe);
+
+ private:
+  const c10d::OpType type_;
+  const std::chrono::milliseconds timeout_;
+  const std::chrono::steady_clock::time_point begun_;
+  std::vector<at::Tensor> outputs_;
+  Finish finish_;
+  c10::intrusive_ptr<c10d::Work> work_;
+  Claim* const before_;
+};
 
 // A started message as a work of its own, which whoever started it keeps: it is attached to no
 // storage. `source`: the rank that sends it, -1 where the backend will know; `timed`: the backend's

@@ -22,7 +22,8 @@ import torch.distributed as dist
 import torch_c10d_ext.distributed as ours
 from tests.harness import run
 from tests.harness.crew import crew, mark
-from torch_c10d_ext import errors
+from torch_c10d_ext import _C, errors
+from torch_c10d_ext._backends import shm_settings
 
 BACKEND = "shm"
 
@@ -343,6 +344,29 @@ def _exchanged(receive: int, send: int) -> Asked:
     return [out], lambda: dist.all_to_all_single(out, torch.ones(sum(ins)), outs, ins)
 
 
+def _together(*counts: int) -> Asked:
+    outs = [torch.full((count,), 7.0) for count in counts]
+    return outs, lambda: dist.group.WORLD.allreduce_coalesced(outs).wait()
+
+
+def _in_a_block(*counts: int) -> Asked:
+    outs = [torch.full((count,), 7.0) for count in counts]
+
+    def call() -> None:
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        backend._start_coalescing()
+        for out in outs:
+            backend.allreduce([out])
+        backend._end_coalescing().wait()
+
+    return outs, call
+
+
+def _sparse(*sizes: int) -> Asked:
+    x = torch.ones(sizes).to_sparse(1)
+    return [x], lambda: dist.all_reduce(x)
+
+
 def _met() -> Asked:
     return [], lambda: dist.barrier()
 
@@ -354,6 +378,24 @@ MISMATCHES: dict[str, tuple[Callable[[], Asked], Callable[[], Asked], str, str]]
         lambda: _reduced(count=6),
         "all_reduce(5 x float32, sum)",
         "all_reduce(6 x float32, sum)",
+    ),
+    "sizes in a list": (
+        lambda: _together(3, 5),
+        lambda: _together(5, 3),
+        "all_reduce(8 x float32 in 2 tensors of sizes' hash",
+        "all_reduce(8 x float32 in 2 tensors of sizes' hash",
+    ),
+    "sparse shape": (
+        lambda: _sparse(3, 2),
+        lambda: _sparse(2, 3),
+        "[3, 2] with 1 sparse dimensions",
+        "[2, 3] with 1 sparse dimensions",
+    ),
+    "tensors in a block": (
+        lambda: _in_a_block(3, 3, 2),
+        lambda: _in_a_block(5, 3),
+        "all_reduce(8 x float32 in 3 tensors of sizes' hash",
+        "all_reduce(8 x float32 in 2 tensors of sizes' hash",
     ),
     "all_reduce size beyond the arena": (
         lambda: _reduced(count=(1 << 22) + 1),
@@ -439,7 +481,7 @@ def _disagree(name: str, odd: int) -> None:
             expected = [odd] if odd != 0 else [peer for peer in everyone if peer != 0]
             assert failure.ranks == expected, failure
         for out, old in zip(outs, before, strict=True):
-            assert torch.equal(out, old), (out, old)
+            assert torch.equal(out.to_dense(), old.to_dense()), (out, old)
         check_works()
 
 
@@ -584,13 +626,13 @@ def _fall_back(odd: int) -> None:
     finally:
         os.environ.pop("TORCH_C10D_EXT_SHM_DISABLE", None)
         logger.removeHandler(handler)
-    assert group._get_backend(torch.device("cpu")).name() == "gloo"
+    assert isinstance(group._get_backend(torch.device("cpu")), _C.OverGloo)
     assert len(said) == (1 if rank == 0 else 0), said
     assert all(f"rank {odd}: TORCH_C10D_EXT_SHM_DISABLE=1" in line for line in said)
     check_works(group)
     dist.destroy_process_group(group)
     other = dist.new_group(backend=BACKEND)
-    assert other._get_backend(torch.device("cpu")).name() == "shm"
+    assert not isinstance(other._get_backend(torch.device("cpu")), _C.OverGloo)
     check_works(other)
     dist.destroy_process_group(other)
 
@@ -647,6 +689,15 @@ def _in_child(call: Callable[[], Any]) -> str:
 
 def _fork() -> None:
     check_works()
+    if dist.get_rank() == 0:
+        dist.barrier()
+        dist.send(torch.ones(1), 1)
+    else:
+        waits = dist.irecv(torch.ones(1), 0)
+        said = _in_child(lambda: report(waits.is_completed))
+        assert "GroupClosed" in said, said
+        dist.barrier()
+        waits.wait()
     for call in (
         lambda: dist.all_reduce(torch.ones(1)),
         lambda: dist.barrier(),
@@ -659,6 +710,24 @@ def _fork() -> None:
         check_works()
     assert _in_child(dist.destroy_process_group) == "None"
     check_works()
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("ARENA", ("1000", "99999999999999", "2 MiB", "-1")),
+        ("SPIN_US", ("1.5", "-1", "99999999999999")),
+        ("INLINE_US", ("many", "99999999999999")),
+        *((flag, ("2", "yes", " 1")) for flag in ("THREAD", "STRICT", "DISABLE")),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(
+    name: str, values: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value in values:
+        monkeypatch.setenv(f"TORCH_C10D_EXT_SHM_{name}", value)
+        with pytest.raises(ValueError, match=f"TORCH_C10D_EXT_SHM_{name}: must be .*{value!r}"):
+            shm_settings()
 
 
 def test_a_forked_child_cannot_use_the_group_and_does_not_harm_it() -> None:

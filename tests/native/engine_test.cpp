@@ -1,6 +1,8 @@
 // The shared-memory engine with threads for ranks: every verb against plain loops, under whatever
 // sanitizer this is built with. Prints what failed and exits with 1, or "ok".
 
+#include <sched.h>
+
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
@@ -567,6 +569,34 @@ void check_faults(int size) {
 
 }  // namespace
 
+// Ranks that fill the machine and all start on one core end up on several, and may still run
+// wherever they might before.
+void check_spread() {
+  cpu_set_t allowed;
+  const int cores = static_cast<int>(std::thread::hardware_concurrency());
+  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0 || cores < 2 || cores > 8) {
+    return;
+  }
+  const int first = sched_getcpu();
+  std::atomic<bool> elsewhere{false};
+  with_ranks(2 * cores, [&](Engine& e) {
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    CPU_SET(first, &one);
+    sched_setaffinity(0, sizeof(one), &one);
+    finish(e, *start(e, request(Verb::Barrier)), "barrier on one core");
+    sched_setaffinity(0, sizeof(allowed), &allowed);
+    for (int i = 0; i < 1000; ++i) {
+      check_all_reduce(e, 10, true, i);
+      elsewhere = elsewhere || sched_getcpu() != first;
+    }
+    cpu_set_t after;
+    expect(sched_getaffinity(0, sizeof(after), &after) == 0 && CPU_EQUAL(&after, &allowed),
+           "a rank may run on other cores than before");
+  });
+  expect(elsewhere, "all ranks stayed on one core");
+}
+
 int main() {
   for (int size : {1, 2, 3, 4}) {
     check_everything(size);
@@ -575,6 +605,7 @@ int main() {
     check_threads(size);
     check_callbacks(size);
   }
+  check_spread();
   check_mismatch(2);
   check_mismatch(3);
   check_faults(2);

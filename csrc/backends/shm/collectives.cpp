@@ -25,6 +25,10 @@ constexpr size_t kMinChunk = size_t{16} << 10;
 constexpr size_t kStreaming = size_t{8} << 20;
 // Data up to this size is reduced by everyone from everyone; from there on dividing the work pays.
 constexpr size_t kOneShot = size_t{32} << 10;
+// From here on a rank looks at its watch before it reads what lies beside the announcements.
+constexpr size_t kGlance = size_t{32} << 10;
+// What a rank reads from there at most.
+constexpr size_t kMostAtOnce = size_t{1} << 20;
 
 bool is_reducing(Verb verb) {
   return verb == Verb::AllReduce || verb == Verb::Reduce || verb == Verb::ReduceScatter;
@@ -156,7 +160,30 @@ class Collective {
     }
   }
   bool is_small() const {
-    return eager_bytes() <= std::min(kOneShot, team_.layout().eager_bytes());
+    const size_t bytes = eager_bytes();
+    size_t most = team_.layout().eager_bytes();
+    if (verb() == Verb::AllReduce || verb() == Verb::Reduce) {
+      most = std::min(most, kOneShot);
+    } else if (verb() == Verb::AllGather || verb() == Verb::Gather) {
+      most = std::min(most, kMostAtOnce / static_cast<size_t>(n_));
+    }
+    return bytes <= most;
+  }
+
+  // Whether a source is this rank's part for itself, which it takes from there.
+  bool is_kept(const Span& source) const {
+    return sources_.size() > 1 && &source == &sources_[static_cast<size_t>(me_)] &&
+           (verb() != Verb::ReduceScatter || request_.targets[0].size() == 1);
+  }
+  // Writes what the others read beside the announcement.
+  void lay_out() const {
+    std::byte* to = team_.eager(me_, seq_);
+    for (const Span& source : sources_) {
+      if (!is_kept(source)) {
+        source.read(0, source.bytes(), to);
+      }
+      to += source.bytes();
+    }
   }
 
   void announce() const {
@@ -176,14 +203,12 @@ class Collective {
     d.root = request_.root;
     d.bytes = part_bytes();
     d.shape_hash = request_.shape_hash;
+    d.members = request_.members;
+    d.members_hash = request_.members_hash;
     d.factor_real = request_.factor.real;
     d.factor_imaginary = request_.factor.imaginary;
     if (d.even && is_small()) {
-      std::byte* to = team_.eager(me_, seq_);
-      for (const Span& source : sources_) {
-        source.read(0, source.bytes(), to);
-        to += source.bytes();
-      }
+      lay_out();
     }
     team_.publish(stage_of(seq_, kArrived));
   }
@@ -270,6 +295,10 @@ std::string describe(const Descriptor& d) {
       out << d.bytes / element << " x ";
     }
     out << name_of(dtype);
+    if (d.members > 1) {
+      out << " in " << d.members << " tensors of sizes' hash " << std::hex << d.members_hash
+          << std::dec;
+    }
     if (static_cast<ReduceOp>(d.reduce_op) != ReduceOp::None) {
       out << ", " << name_of(static_cast<ReduceOp>(d.reduce_op));
     }
@@ -297,8 +326,8 @@ std::optional<Failure> Collective::compare(bool strict) {
   }
   const auto agree = [&](const Descriptor& a, const Descriptor& b) {
     return a.seq == b.seq && a.verb == b.verb && a.dtype == b.dtype && a.reduce_op == b.reduce_op &&
-           a.root == b.root && (!all_even_ || a.bytes == b.bytes) &&
-           (!strict || a.shape_hash == b.shape_hash);
+           a.root == b.root && (!all_even_ || a.bytes == b.bytes) && a.members == b.members &&
+           a.members_hash == b.members_hash && (!strict || a.shape_hash == b.shape_hash);
   };
   std::vector<int> others;
   for (int p = 1; p < n_; ++p) {
@@ -403,13 +432,23 @@ void Collective::read_eagerly() const {
       }
       return;
     case Verb::Scatter:
-      target(0).write(0, part, from(request_.root) + mine, false);
+      if (is_root()) {
+        copy_span(source(me_), target(0), 0, part, false);
+      } else {
+        target(0).write(0, part, from(request_.root) + mine, false);
+      }
       return;
     case Verb::AllGather:
     case Verb::Gather:
     case Verb::AllToAll:
-      for (int p = 0; p < n_ && !targets_.empty(); ++p) {
-        target(p).write(0, part, from(p) + (verb() == Verb::AllToAll ? mine : 0), false);
+      if (targets_.empty()) {
+        return;
+      }
+      copy_span(source(me_), target(me_), 0, part, false);
+      for (int p = 0; p < n_; ++p) {
+        if (p != me_) {
+          target(p).write(0, part, from(p) + (verb() == Verb::AllToAll ? mine : 0), false);
+        }
       }
       return;
     default:
@@ -635,6 +674,9 @@ Task run_collective(const Team& team, const Request& request, uint64_t seq, cons
     co_return std::nullopt;
   }
   if (c.fits_eagerly()) {
+    if (c.eager_bytes() > kGlance) {
+      co_await std::suspend_always{};
+    }
     c.read_eagerly();
     co_return std::nullopt;
   }

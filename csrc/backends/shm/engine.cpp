@@ -19,6 +19,7 @@
 
 #include "backends/shm/aside.h"
 #include "backends/shm/postbox.h"
+#include "backends/shm/spread.h"
 #include "backends/shm/team.h"
 
 namespace c10d_ext::shm {
@@ -107,6 +108,7 @@ class Engine::Impl : public std::enable_shared_from_this<Engine::Impl> {
       : settings_(std::move(settings)),
         place_{rank, size, settings_.group},
         team_(std::move(mapping), rank, size, arena),
+        spread_(team_),
         postbox_(team_, place_),
         peers_(std::move(peers)),
         lost_(static_cast<size_t>(size)),
@@ -135,6 +137,7 @@ class Engine::Impl : public std::enable_shared_from_this<Engine::Impl> {
           closed(op, "the group must be used in the process that created it, got a forked child"));
       return;
     }
+    spread_.tell();
     std::vector<Ended> ended;
     {
       std::unique_lock lock(mutex_);
@@ -706,6 +709,7 @@ class Engine::Impl : public std::enable_shared_from_this<Engine::Impl> {
         return satisfied();
       }
       if (now - idle_since < settings_.spin_time) {
+        spread_.look(now);
         // The rank that is waited for may want this very core.
         sched_yield();
         continue;
@@ -824,6 +828,7 @@ class Engine::Impl : public std::enable_shared_from_this<Engine::Impl> {
   Settings settings_;
   const Place place_;
   const Team team_;
+  Spread spread_;
 
   mutable std::mutex mutex_;
   std::deque<std::shared_ptr<Operation>> queue_;

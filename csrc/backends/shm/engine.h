@@ -73,6 +73,10 @@ struct Request {
   std::vector<Buffer> targets;
   // Compared across ranks under Settings::strict: a hash of the shapes.
   uint64_t shape_hash = 0;
+  // Compared always: how many tensors travel together, where there are several, and a hash of their
+  // sizes.
+  uint64_t members = 0;
+  uint64_t members_hash = 0;
   // Whether the caller may go on to something else. If not, the thread that waits does the work and
   // the progress thread is left asleep.
   bool async = true;

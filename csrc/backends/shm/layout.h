@@ -33,7 +33,9 @@ struct Descriptor {
   uint64_t shape_hash;
   double factor_real;
   double factor_imaginary;
-  uint64_t reserved[2];
+  // Of a call with several tensors: how many, and a hash of their sizes.
+  uint64_t members;
+  uint64_t members_hash;
 };
 static_assert(sizeof(Descriptor) == 64);
 
@@ -42,6 +44,8 @@ struct Control {
   // How far the rank has come: (collective << kStepBits) | step. Only ever grows. Written by the
   // rank, polled by the others.
   alignas(kApart) std::atomic<uint64_t> stage;
+  // The core it was last seen on, plus 1; 0: not known. Only a hint.
+  std::atomic<int32_t> cpu;
   // Rung by anyone (add one, then futex wake) when `sleepers` is not 0. Threads of the rank sleep
   // on it.
   alignas(kApart) std::atomic<uint32_t> bell;
@@ -115,8 +119,7 @@ class Layout {
   Layout(int size, size_t arena) : size_(static_cast<size_t>(size)), arena_(arena) {
     tables_ = round_up(sizeof(Control), kApart);
     eager_ = round_up(tables_ + 2 * 2 * size_ * sizeof(uint64_t), kApart);
-    eager_bytes_ = arena / 32 < (size_t{32} << 10) ? arena / 32 : size_t{32} << 10;
-    eager_bytes_ = round_up(eager_bytes_, kApart);
+    eager_bytes_ = arena / 8 < kMaxEager ? arena / 8 / kApart * kApart : kMaxEager;
     eager_stride_ = round_up(sizeof(Descriptor) + eager_bytes_, kPage) + kApart;
     mail_ = round_up(eager_ + 2 * eager_stride_, kPage);
     half_bytes_ = arena / 8 / size_ / Mailbox::kHalves / kApart * kApart;
@@ -162,6 +165,8 @@ class Layout {
   }
 
  private:
+  // 256 KiB gain nothing more, and take from the room for large data.
+  static constexpr size_t kMaxEager = size_t{128} << 10;
   static constexpr size_t kMinHalf = 1024;
   static constexpr size_t kMaxHalf = size_t{64} << 10;
   static constexpr size_t kMinBulk = size_t{64} << 10;

@@ -4,6 +4,10 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <fstream>
+#include <limits>
+#include <stdexcept>
+#include <string>
 #include <system_error>
 
 #include "backends/shm/bootstrap.h"
@@ -22,6 +26,20 @@ constexpr unsigned kNoExecSeal = 0x0008U;
   throw std::system_error(error, std::generic_category(), what);
 }
 
+// As the kernel estimates it, without swapping; where it says nothing, no limit.
+uint64_t available_memory() {
+  std::ifstream info("/proc/meminfo");
+  std::string name;
+  uint64_t kibibytes;
+  std::string unit;
+  while (info >> name >> kibibytes && std::getline(info, unit)) {
+    if (name == "MemAvailable:") {
+      return kibibytes << 10;
+    }
+  }
+  return std::numeric_limits<uint64_t>::max();
+}
+
 std::byte* map(size_t bytes, int flags, int fd) {
   void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, fd, 0);
   if (data == MAP_FAILED) {
@@ -33,6 +51,13 @@ std::byte* map(size_t bytes, int flags, int fd) {
 }  // namespace
 
 std::shared_ptr<Mapping> Mapping::create(size_t bytes) {
+  // Where there is not that much, reserving it would end processes, this one among them.
+  const uint64_t available = available_memory();
+  if (bytes > available / 2) {
+    throw std::runtime_error("the group would take " + std::to_string(bytes) +
+                             " bytes of shared memory, more than half of the " +
+                             std::to_string(available) + " that are available");
+  }
   // Some systems forbid memfds that could be executed; older kernels do not know the flag.
   int fd = memfd_create("c10d_ext", MFD_CLOEXEC | MFD_ALLOW_SEALING | kNoExecSeal);
   if (fd < 0 && errno == EINVAL) {

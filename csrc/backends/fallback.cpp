@@ -1,0 +1,629 @@
+// The shm backend's verbs over gloo.
+
+#include "backends/fallback.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/_to_copy.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <pybind11/chrono.h>
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <algorithm>
+#include <numeric>
+#include <type_traits>
+#include <utility>
+
+#include "backends/coalesced.h"
+#include "backends/parts.h"
+#include "core/exchange.h"
+#include "core/failure.h"
+#include "core/gil.h"
+#include "core/memory.h"
+#include "core/messages.h"
+
+namespace c10d_ext {
+
+namespace {
+
+using std::string_view;
+using Tensors = std::vector<at::Tensor>;
+using Sizes = std::vector<int64_t>;
+
+OverGloo::Connect& connect_backend() {
+  // Never destroyed: it holds a Python function, and a group may outlive Python.
+  static auto* instance = new OverGloo::Connect;
+  return *instance;
+}
+
+bool is_message(c10d::OpType type) {
+  return type == c10d::OpType::SEND || type == c10d::OpType::RECV ||
+         type == c10d::OpType::RECVANYSOURCE;
+}
+
+at::Tensor empty_bytes(int64_t count) {
+  return at::empty({count}, at::kByte);
+}
+
+int64_t sum_of(const Sizes& sizes) {
+  return std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+}
+
+// Bytes of each tensor.
+Sizes sizes_of(const Tensors& tensors) {
+  Sizes sizes;
+  for (const auto& t : tensors) {
+    sizes.push_back(static_cast<int64_t>(t.nbytes()));
+  }
+  return sizes;
+}
+
+// The values of tensors of any dtypes, one after the other, in memory of their own.
+at::Tensor packed(const Tensors& tensors) {
+  Tensors parts;
+  for (const auto& t : tensors) {
+    parts.push_back(bytes_of(dense(t)));
+  }
+  return parts.empty() ? empty_bytes(0) : at::cat(parts);
+}
+
+void put(const at::Tensor& bytes, const at::Tensor& out) {
+  if (is_dense(out)) {
+    bytes_of(out).copy_(bytes);
+    return;
+  }
+  // The bytes may lie at an odd address for the dtype.
+  const at::Tensor values = at::empty(out.sizes(), out.options());
+  bytes_of(values).copy_(bytes);
+  out.copy_(values);
+}
+
+Finish unpack_later(const at::Tensor& bytes, const Tensors& outs) {
+  return [bytes, outs = aliases_of(outs)] {
+    int64_t offset = 0;
+    for (const auto& out : outs) {
+      const auto count = static_cast<int64_t>(out.nbytes());
+      put(span_of(bytes, offset, count), out);
+      offset += count;
+    }
+  };
+}
+
+// The values of `source` in memory that nobody writes while they travel to `out`.
+at::Tensor apart(const at::Tensor& source, const at::Tensor& out) {
+  const at::Tensor values = dense(source);
+  return values.is_alias_of(out) ? values.clone() : values;
+}
+
+}  // namespace
+
+void OverGloo::set_connect(Connect connect) {
+  connect_backend() = std::move(connect);
+}
+
+OverGloo::OverGloo(c10::intrusive_ptr<c10d::Backend> gloo, c10::intrusive_ptr<c10d::Store> store,
+                   const Options& options)
+    : c10d::Backend(gloo->getRank(), gloo->getSize()),
+      VerbChecks(group_),
+      options_(options),
+      store_(std::move(store)),
+      gloo_(std::move(gloo)),
+      group_(
+          [this] {
+            auto pg = c10::make_intrusive<c10d::ProcessGroup>(rank_, size_);
+            pg->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::GLOO, gloo_);
+            return pg;
+          }(),
+          options.group_name, rank_, size_),
+      timeout_(options.timeout) {
+  init();
+}
+
+OverGloo::~OverGloo() {
+  // gloo's threads, which are waited for, may be at a callback written in Python.
+  without_gil([this] {
+    batch_.clear();
+    group_ = Group({}, {}, rank_, size_);
+    gloo_.reset();
+  });
+}
+
+c10::intrusive_ptr<OverGloo::Options> OverGloo::getBackendOptions() {
+  // A copy: who splits a group writes the new group's name into it.
+  auto options = c10::make_intrusive<Options>(options_);
+  options->timeout = timeout_;
+  return options;
+}
+
+// --- Calls
+// ----------------------------------------------------------------------------------------
+
+template <class Start>
+OverGloo::WorkPtr OverGloo::run(const Call& call, Tensors outputs, Finish finish, Start&& start) {
+  if (closed_) {
+    throw CollectiveError(
+        CollectiveError::Kind::Closed,
+        c10::str(call.op, ": the group must be alive, got one that was destroyed or aborted ",
+                 where(group_)),
+        {}, std::string(call.op), count_, group_.name());
+  }
+  if (!is_message(call.type)) {
+    ++count_;
+  }
+  WorkPtr work;
+  {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    Claim claim(call.type, std::move(outputs), std::move(finish), call.timeout);
+    if constexpr (std::is_void_v<decltype(start())>) {
+      start();
+      work = claim.take();
+    } else {
+      work = start();  // of a message, which nobody else waits for
+    }
+  }
+  if (batching_) {
+    std::lock_guard lock(batch_mutex_);
+    batch_.push_back(work);
+    return call.async ? work : nullptr;
+  }
+  if (call.async) {
+    return work;
+  }
+  work->wait(kNoTimeout);
+  return {};
+}
+
+OverGloo::WorkPtr OverGloo::all_gather_bytes(const Call& call, const at::Tensor& own, Sizes sizes,
+                                             const Tensors& outputs) {
+  const at::Tensor all = empty_bytes(sum_of(sizes));
+  // All ranks have the same sizes, and so start the same.
+  const bool even = std::equal(sizes.begin() + 1, sizes.end(), sizes.begin());
+  return run(call, outputs, unpack_later(all, outputs), [&] {
+    if (even) {
+      start_all_gather(call.op, group_, own, all);
+    } else {
+      start_all_gather_uneven(call.op, group_, own, all, sizes);
+    }
+  });
+}
+
+OverGloo::WorkPtr OverGloo::exchange_bytes(const Call& call, const at::Tensor& source,
+                                           const Tensors& outputs, const Sizes& in,
+                                           const Sizes& out) {
+  const at::Tensor received = empty_bytes(sum_of(out));
+  return run(call, outputs, unpack_later(received, outputs),
+             [&] { start_all_to_all(call.op, group_, source, received, out, in); });
+}
+
+OverGloo::WorkPtr OverGloo::message(string_view op, c10d::OpType type, const at::Tensor& tensor,
+                                    int peer, int tag) {
+  const Call call{op, type, true, c10d::kUnsetTimeout};
+  return run(call, {tensor}, Finish(), [&] {
+    return start_messages(op, group_, Message{tensor, type == c10d::OpType::SEND, peer, tag})[0];
+  });
+}
+
+// --- c10d's verbs
+// ---------------------------------------------------------------------------------
+
+OverGloo::WorkPtr OverGloo::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  constexpr string_view op = "broadcast";
+  const at::Tensor& tensor = only(op, "tensor", tensors);
+  check_root(op, opts.rootRank);
+  at::Tensor out = tensor;
+  if (rank_ == opts.rootRank) {
+    check_tensor(op, "tensor", tensor);
+    out = dense(tensor);  // its elements may share a place
+  } else {
+    check_written(op, "tensor", tensor);
+  }
+  return run(Call::of(op, c10d::OpType::BROADCAST, opts), tensors, Finish(),
+             [&] { start_broadcast(op, group_, out, out, opts.rootRank); });
+}
+
+OverGloo::WorkPtr OverGloo::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+  constexpr string_view op = "all_reduce";
+  const at::Tensor& tensor = only(op, "tensor", tensors);
+  if (C10_UNLIKELY(tensor.defined() && tensor.layout() != c10::kStrided)) {
+    return allreduce_sparse(tensors, opts);
+  }
+  check_written(op, "tensor", tensor);
+  const auto reduction = reduction_of(op, opts.reduceOp, tensor.scalar_type());
+  return run(Call::of(op, c10d::OpType::ALLREDUCE, opts), tensors, Finish(),
+             [&] { start_all_reduce(op, group_, tensor, tensor, reduction); });
+}
+
+OverGloo::WorkPtr OverGloo::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  constexpr string_view op = "all_reduce";
+  const at::Tensor& tensor = only(op, "tensor", tensors);
+  const auto reduction = check_sparse(op, tensor, opts.reduceOp);
+  const auto dtype = tensor.scalar_type();
+  // gloo gathers the values of these alone.
+  const bool native =
+      dtype == c10::kFloat || dtype == c10::kDouble || dtype == c10::kInt || dtype == c10::kLong;
+  const auto wire_dtype = native ? dtype : c10::isFloatingType(dtype) ? c10::kFloat : c10::kLong;
+  Tensors sums{at::_to_copy(tensor.coalesce(), wire_dtype)};
+  const auto call = Call::of(op, c10d::OpType::_ALLREDUCE_SPARSE, opts);
+  const bool average = reduction.op == ReduceOp::Avg;
+  Finish finish = [sum = sums[0], tensor, average, ranks = size_] {
+    if (average) {
+      sum._values().div_(ranks);
+    }
+    tensor.copy_(sum.to(tensor.scalar_type()));
+  };
+  return run(call, tensors, std::move(finish), [&] {
+    c10d::AllreduceOptions options;
+    options.timeout = call.timeout;
+    attach(op, group_, tensors, gloo_->allreduce(sums, options), Finish(), &subscribe_to_future);
+  });
+}
+
+OverGloo::WorkPtr OverGloo::allreduce_coalesced(Tensors& tensors,
+                                                const c10d::AllreduceCoalescedOptions& opts) {
+  constexpr string_view op = "all_reduce_coalesced";
+  check_list(op, tensors);
+  const auto reduction = reduction_of(op, opts.reduceOp, tensors[0].scalar_type());
+  return run(Call::of(op, c10d::OpType::ALLREDUCE_COALESCED, opts), tensors, Finish(),
+             [&] { start_all_reduce_coalesced(op, group_, tensors, tensors, reduction); });
+}
+
+OverGloo::WorkPtr OverGloo::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
+  constexpr string_view op = "reduce";
+  const at::Tensor& tensor = only(op, "tensor", tensors);
+  check_root(op, opts.rootRank);
+  check_written(op, "tensor", tensor);
+  const auto reduction = reduction_of(op, opts.reduceOp, tensor.scalar_type());
+  return run(Call::of(op, c10d::OpType::REDUCE, opts), tensors, Finish(),
+             [&] { start_reduce(op, group_, tensor, tensor, reduction, opts.rootRank); });
+}
+
+OverGloo::WorkPtr OverGloo::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                      const c10d::AllgatherOptions& opts) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  constexpr string_view op = "all_gather";
+  const at::Tensor& input = only(op, "input", inputs);
+  const Tensors& parts = only_list(op, "outputs", outputs);
+  check_tensor(op, "input", input);
+  check_parts(op, "outputs", parts, input, "input");
+  check_all_written(op, parts);
+  return all_gather_bytes(Call::of(op, c10d::OpType::ALLGATHER, opts), bytes_of(dense(input)),
+                          sizes_of(parts), parts);
+}
+
+OverGloo::WorkPtr OverGloo::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                            const c10d::AllgatherOptions& opts) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  constexpr string_view op = "all_gather_into_tensor";
+  check_tensor(op, "input", input);
+  check_written(op, "output", output);
+  check_whole(op, "output", output, "input", input);
+  return run(Call::of(op, c10d::OpType::_ALLGATHER_BASE, opts), {output}, Finish(),
+             [&] { start_all_gather(op, group_, apart(input, output), output); });
+}
+
+OverGloo::WorkPtr OverGloo::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                                                const c10d::AllgatherOptions& opts) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  constexpr string_view op = "all_gather_coalesced";
+  check_lists(op, outputs, inputs);
+  Sizes sizes;
+  Tensors parts;
+  for (const auto& list : outputs) {
+    sizes.push_back(sum_of(sizes_of(list)));
+    parts.insert(parts.end(), list.begin(), list.end());
+  }
+  const at::Tensor own = packed(inputs);
+  C10D_EXT_CHECK_VALUE(own.numel() == sizes[rank_], op, group_, "outputs[", rank_,
+                       "], this rank's, must have as many elements as the inputs, got others");
+  return all_gather_bytes(Call::of(op, c10d::OpType::ALLGATHER_COALESCED, opts), own,
+                          std::move(sizes), parts);
+}
+
+OverGloo::WorkPtr OverGloo::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                            const c10d::AllgatherOptions& opts) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  constexpr string_view op = "all_gather_into_tensor_coalesced";
+  check_pairs(op, outputs, inputs);
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    check_whole(op, "each output", outputs[i], "its input", inputs[i]);
+  }
+  // Row r: what rank r has of every tensor.
+  const at::Tensor own = packed(inputs);
+  const at::Tensor all = at::empty({size_, own.numel()}, at::kByte);
+  Finish finish = [all, outs = aliases_of(outputs), ranks = size_] {
+    int64_t offset = 0;
+    for (const auto& out : outs) {
+      const auto width = static_cast<int64_t>(out.nbytes()) / ranks;
+      put(all.narrow(1, offset, width).reshape({-1}), out);
+      offset += width;
+    }
+  };
+  return run(Call::of(op, c10d::OpType::ALLGATHER_COALESCED, opts), outputs, std::move(finish),
+             [&] { start_all_gather(op, group_, own, all); });
+}
+
+// As an exchange, for the ranks' parts may differ in size, which the root alone knows.
+OverGloo::WorkPtr OverGloo::gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                   const c10d::GatherOptions& opts) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  constexpr string_view op = "gather";
+  const at::Tensor& input = only(op, "input", inputs);
+  check_root(op, opts.rootRank);
+  check_tensor(op, "input", input);
+  Tensors parts;
+  if (rank_ == opts.rootRank) {
+    parts = only_list(op, "outputs", outputs);
+    check_parts(op, "outputs", parts, input, "input");
+    check_all_written(op, parts);
+  } else {
+    check_no_lists(op, "outputs", outputs, opts.rootRank);
+  }
+  Sizes in(size_, 0);
+  in[opts.rootRank] = static_cast<int64_t>(input.nbytes());
+  return exchange_bytes(Call::of(op, c10d::OpType::GATHER, opts), bytes_of(dense(input)), parts, in,
+                        parts.empty() ? Sizes(size_, 0) : sizes_of(parts));
+}
+
+OverGloo::WorkPtr OverGloo::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                    const c10d::ScatterOptions& opts) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  constexpr string_view op = "scatter";
+  const at::Tensor& output = only(op, "output", outputs);
+  check_root(op, opts.rootRank);
+  check_written(op, "output", output);
+  Tensors parts;
+  if (rank_ == opts.rootRank) {
+    parts = only_list(op, "inputs", inputs);
+    check_parts(op, "inputs", parts, output, "output");
+  } else {
+    check_no_lists(op, "inputs", inputs, opts.rootRank);
+  }
+  Sizes out(size_, 0);
+  out[opts.rootRank] = static_cast<int64_t>(output.nbytes());
+  return exchange_bytes(Call::of(op, c10d::OpType::SCATTER, opts), packed(parts), {output},
+                        parts.empty() ? Sizes(size_, 0) : sizes_of(parts), out);
+}
+
+OverGloo::WorkPtr OverGloo::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                           const c10d::ReduceScatterOptions& opts) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  constexpr string_view op = "reduce_scatter";
+  const at::Tensor& output = only(op, "output", outputs);
+  const Tensors& parts = only_list(op, "inputs", inputs);
+  check_written(op, "output", output);
+  check_parts(op, "inputs", parts, output, "output");
+  const auto reduction = reduction_of(op, opts.reduceOp, output.scalar_type());
+  Sizes counts;
+  for (const auto& part : parts) {
+    counts.push_back(part.numel());
+  }
+  const bool even = std::equal(counts.begin() + 1, counts.end(), counts.begin());
+  const at::Tensor source = span_of(packed(parts), output.dtype(), 0, sum_of(counts));
+  return run(Call::of(op, c10d::OpType::REDUCE_SCATTER, opts), outputs, Finish(), [&] {
+    if (even) {
+      start_reduce_scatter(op, group_, source, output, reduction);
+    } else {
+      start_reduce_scatter_uneven(op, group_, source, output, reduction, counts);
+    }
+  });
+}
+
+OverGloo::WorkPtr OverGloo::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                 const c10d::ReduceScatterOptions& opts) {
+  constexpr string_view op = "reduce_scatter_tensor";
+  check_tensor(op, "input", input);
+  check_written(op, "output", output);
+  check_whole(op, "input", input, "output", output);
+  const auto reduction = reduction_of(op, opts.reduceOp, output.scalar_type());
+  return run(Call::of(op, c10d::OpType::_REDUCE_SCATTER_BASE, opts), {output}, Finish(),
+             [&] { start_reduce_scatter(op, group_, apart(input, output), output, reduction); });
+}
+
+OverGloo::WorkPtr OverGloo::reduce_scatter_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) {
+  constexpr string_view op = "reduce_scatter_tensor_coalesced";
+  check_pairs(op, outputs, inputs);
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    check_whole(op, "each input", inputs[i], "its output", outputs[i]);
+  }
+  check_list(op, outputs);
+  const auto reduction = reduction_of(op, opts.reduceOp, outputs[0].scalar_type());
+  return run(Call::of(op, c10d::OpType::REDUCE_SCATTER, opts), outputs, Finish(),
+             [&] { start_reduce_scatter_coalesced(op, group_, inputs, outputs, reduction); });
+}
+
+OverGloo::WorkPtr OverGloo::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                          Sizes& output_splits, Sizes& input_splits,
+                                          const c10d::AllToAllOptions& opts) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  constexpr string_view op = "all_to_all_single";
+  check_tensor(op, "input", input);
+  check_written(op, "output", output);
+  C10D_EXT_CHECK_VALUE(output.scalar_type() == input.scalar_type(), op, group_,
+                       "output must have input's dtype, ", input.scalar_type(), ", got ",
+                       output.scalar_type());
+  const auto in = elements_of(op, "input", input, input_splits);
+  const auto out = elements_of(op, "output", output, output_splits);
+  const auto call = Call::of(op, c10d::OpType::ALLTOALL_BASE, opts);
+  const at::Tensor source = apart(input, output).view({-1});
+  if (!is_dense(output)) {
+    const at::Tensor received = at::empty({output.numel()}, output.options());
+    return run(call, {output}, unpack_later(bytes_of(received), {output}),
+               [&] { start_all_to_all(op, group_, source, received, out, in); });
+  }
+  return run(call, {output}, Finish(), [&] {
+    start_all_to_all(op, group_, source, span_of(output, 0, output.numel()), out, in);
+  });
+}
+
+OverGloo::WorkPtr OverGloo::alltoall(Tensors& outputs, Tensors& inputs,
+                                     const c10d::AllToAllOptions& opts) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  constexpr string_view op = "all_to_all";
+  const auto ranks = static_cast<size_t>(size_);
+  C10D_EXT_CHECK_VALUE(outputs.size() == ranks && inputs.size() == ranks, op, group_,
+                       "inputs and outputs must be one tensor for each of the ", size_,
+                       " ranks, got ", inputs.size(), " inputs and ", outputs.size(), " outputs");
+  for (const auto& input : inputs) {
+    check_tensor(op, "each input", input);
+  }
+  check_all_written(op, outputs);
+  C10D_EXT_CHECK_VALUE(inputs[rank_].nbytes() == outputs[rank_].nbytes(), op, group_, "outputs[",
+                       rank_, "], which inputs[", rank_, "] goes to, must have its size, ",
+                       inputs[rank_].sizes(), ", got ", outputs[rank_].sizes());
+  return exchange_bytes(Call::of(op, c10d::OpType::ALLTOALL, opts), packed(inputs), outputs,
+                        sizes_of(inputs), sizes_of(outputs));
+}
+
+OverGloo::WorkPtr OverGloo::send(Tensors& tensors, int dst, int tag) {
+  constexpr string_view op = "send";
+  const at::Tensor& tensor = only(op, "tensor", tensors);
+  check_tensor(op, "tensor", tensor);
+  check_peer(op, "destination", dst);
+  return message(op, c10d::OpType::SEND, tensor, dst, tag);
+}
+
+OverGloo::WorkPtr OverGloo::recv(Tensors& tensors, int src, int tag) {
+  constexpr string_view op = "recv";
+  const at::Tensor& tensor = only(op, "tensor", tensors);
+  check_peer(op, "source", src);
+  check_written(op, "tensor", tensor);
+  return message(op, c10d::OpType::RECV, tensor, src, tag);
+}
+
+OverGloo::WorkPtr OverGloo::recvAnysource(Tensors& tensors, int tag) {
+  constexpr string_view op = "recv";
+  const at::Tensor& tensor = only(op, "tensor", tensors);
+  check_written(op, "tensor", tensor);
+  return message(op, c10d::OpType::RECVANYSOURCE, tensor, kAnySource, tag);
+}
+
+OverGloo::WorkPtr OverGloo::barrier(const c10d::BarrierOptions& opts) {
+  const auto call = Call::of("barrier", c10d::OpType::BARRIER, opts);
+  return run(call, {}, Finish(), [&] {
+    const at::Tensor nothing = empty_bytes(0);
+    start_barrier(call.op, group_, nothing, nothing);
+  });
+}
+
+void OverGloo::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
+  c10d::BarrierOptions options = opts;
+  if (options.timeout <= Milliseconds(0)) {
+    options.timeout = timeout_;
+  }
+  gloo_->monitoredBarrier(options, wait_all_ranks);
+}
+
+// --- Coalescing
+// -----------------------------------------------------------------------------------
+
+void OverGloo::startCoalescing() {
+  std::lock_guard lock(batch_mutex_);
+  C10D_EXT_CHECK_VALUE(!batching_, "start_coalescing", group_,
+                       "coalescing blocks must not be nested, got a second one");
+  batching_ = true;
+}
+
+OverGloo::WorkPtr OverGloo::endCoalescing() {
+  std::lock_guard lock(batch_mutex_);
+  C10D_EXT_CHECK_VALUE(batching_, "end_coalescing", group_,
+                       "a coalescing block must be open, got none");
+  batching_ = false;
+  std::vector<WorkPtr> works;
+  works.swap(batch_);
+  return works.empty() ? nullptr : c10::make_intrusive<CoalescedWork>(std::move(works), rank_);
+}
+
+// --- Groups
+// ---------------------------------------------------------------------------------------
+
+c10::intrusive_ptr<c10d::Backend> OverGloo::connect_part(
+    const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+    const std::string& name, Milliseconds timeout) const {
+  const auto self = std::find(ranks.begin(), ranks.end(), rank_);
+  if (self == ranks.end()) {
+    return {};
+  }
+  return connect_backend()(store, static_cast<int>(self - ranks.begin()),
+                           static_cast<int>(ranks.size()), timeout, name,
+                           global_ranks_of(options_, ranks));
+}
+
+c10::intrusive_ptr<c10d::Backend> OverGloo::split(const c10::intrusive_ptr<c10d::Store>& store,
+                                                  const std::vector<int>& ranks,
+                                                  const c10::intrusive_ptr<Options>& opts) {
+  return connect_part(store, ranks, opts->group_name, opts->timeout);
+}
+
+c10::intrusive_ptr<c10d::Backend> OverGloo::merge(const c10::intrusive_ptr<c10d::Store>& store,
+                                                  const c10::intrusive_ptr<Options>& opts,
+                                                  const int& rank, const int& size) {
+  return connect_backend()(c10::make_intrusive<c10d::PrefixStore>("shm", store), rank, size,
+                           opts->timeout, opts->group_name, {});
+}
+
+c10::intrusive_ptr<c10d::Backend> OverGloo::shrink(const std::vector<int64_t>& ranks_to_exclude,
+                                                   int flags,
+                                                   const c10::intrusive_ptr<Options>& opts) {
+  const std::vector<int> ranks = remaining(group_, ranks_to_exclude);
+  if (flags == kShrinkAbort) {
+    abort();
+  }
+  // The ranks that remain have shrunk the group equally often.
+  const std::string name = c10::str("shrink:", c10::Join(",", ranks), ":", shrink_count_++);
+  return connect_part(
+      c10::make_intrusive<c10d::PrefixStore>(name, store_), ranks,
+      opts && !opts->group_name.empty() ? opts->group_name : group_.name() + ":" + name,
+      opts ? opts->timeout : timeout_.load());
+}
+
+void OverGloo::setTimeout(Milliseconds timeout) {
+  timeout_ = timeout;
+  gloo_->setTimeout(timeout);
+}
+
+uint64_t OverGloo::getSequenceNumberForGroup() {
+  return count_;
+}
+
+c10d::ErrorType OverGloo::getError() {
+  return closed_ ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS;
+}
+
+void OverGloo::abort() {
+  closed_ = true;
+  gloo_->abort();
+}
+
+void OverGloo::shutdown() {
+  closed_ = true;
+  gloo_->shutdown();
+}
+
+// --- Python
+// ---------------------------------------------------------------------------------------
+
+void bind_fallback(pybind11::module_& m) {
+  namespace py = pybind11;
+  py::class_<OverGloo, c10::intrusive_ptr<OverGloo>, c10d::Backend>(m, "OverGloo")
+      .def(py::init([](c10::intrusive_ptr<c10d::Backend> gloo,
+                       c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds timeout,
+                       const std::string& group_name, std::vector<uint64_t> global_ranks) {
+             c10d::Backend::Options options("shm", timeout);
+             options.group_name = group_name;
+             options.global_ranks_in_group = std::move(global_ranks);
+             return c10::make_intrusive<OverGloo>(std::move(gloo), std::move(store), options);
+           }),
+           py::arg("gloo"), py::arg("store"), py::arg("timeout"), py::arg("group_name"),
+           py::arg("global_ranks"))
+      .def_property_readonly("gloo", &OverGloo::gloo, "The backend that does the work.");
+  m.def("set_fallback_connect", &OverGloo::set_connect, py::arg("connect"));
+}
+
+}  // namespace c10d_ext

@@ -1,0 +1,172 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/group.h"
+#include "core/pending.h"
+#include "core/reduction.h"
+#include "core/verb_checks.h"
+
+// torch names _allgather_base and its kin deprecated while they are what a Backend overrides.
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+
+namespace c10d_ext {
+
+// The "shm" backend where ranks cannot share memory: its verbs over gloo.
+//
+// Each verb is checked as ShmBackend checks it and carried out by core/exchange.h, which makes
+// every dtype, stride, size and reduce op from what gloo has. The ops call gloo past this.
+class OverGloo final : public c10d::Backend, private VerbChecks {
+ public:
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  using Tensors = std::vector<at::Tensor>;
+  using Milliseconds = std::chrono::milliseconds;
+
+  // Who makes the backend of some ranks of a group; collective over them.
+  using Connect = std::function<c10::intrusive_ptr<c10d::Backend>(
+      const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Milliseconds timeout,
+      const std::string& group_name, const std::vector<uint64_t>& global_ranks)>;
+  static void set_connect(Connect connect);
+
+  OverGloo(c10::intrusive_ptr<c10d::Backend> gloo, c10::intrusive_ptr<c10d::Store> store,
+           const Options& options);
+  ~OverGloo() override;
+
+  const c10::intrusive_ptr<c10d::Backend>& gloo() const {
+    return gloo_;
+  }
+
+  const std::string getBackendName() const override {
+    return "shm";
+  }
+  c10::intrusive_ptr<Options> getBackendOptions() override;
+  bool supportsSplitting() const override {
+    return true;
+  }
+  bool supportsCoalescing() const override {
+    return true;
+  }
+  bool supportsShrinking() const override {
+    return true;
+  }
+
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override;
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
+  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors,
+                              const c10d::AllreduceCoalescedOptions& opts) override;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override;
+  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                    const c10d::AllgatherOptions& opts) override;
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
+                          const c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                              const c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& opts) override;
+  WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                 const c10d::GatherOptions& opts) override;
+  WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                  const c10d::ScatterOptions& opts) override;
+  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                         const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                        std::vector<int64_t>& input_splits,
+                        const c10d::AllToAllOptions& opts) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override;
+  WorkPtr send(Tensors& tensors, int dst, int tag) override;
+  WorkPtr recv(Tensors& tensors, int src, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+  WorkPtr barrier(const c10d::BarrierOptions& opts) override;
+  void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
+
+  // Calls start at once, in a block as outside of it; the block's end has one work for all of them.
+  void startCoalescing() override;
+  WorkPtr endCoalescing() override;
+
+  // Null on ranks that are not in `ranks`.
+  c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>& store,
+                                    const std::vector<int>& ranks,
+                                    const c10::intrusive_ptr<Options>& opts) override;
+  c10::intrusive_ptr<Backend> merge(const c10::intrusive_ptr<c10d::Store>& store,
+                                    const c10::intrusive_ptr<Options>& opts, const int& rank,
+                                    const int& size) override;
+  // Called by the ranks that remain.
+  c10::intrusive_ptr<Backend> shrink(const std::vector<int64_t>& ranks_to_exclude, int flags,
+                                     const c10::intrusive_ptr<Options>& opts) override;
+
+  void setTimeout(Milliseconds timeout) override;
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override;
+  void enableCollectivesTiming() override {}
+  c10d::ErrorType getError() override;
+  void abort() override;
+  void shutdown() override;
+
+ private:
+  // How a call is delivered and what it is called.
+  struct Call {
+    std::string_view op;
+    c10d::OpType type;
+    bool async;
+    Milliseconds timeout;
+
+    template <class Options>
+    static Call of(std::string_view op, c10d::OpType type, const Options& opts) {
+      const bool own = opts.timeout > Milliseconds(0);
+      return {op, type, opts.asyncOp, own ? opts.timeout : c10d::kUnsetTimeout};
+    }
+  };
+
+  // What `start` starts, as the call's work, null of one that is over on return. `start` returns
+  // nothing, or a message's work. `outputs` are the caller's, which `finish` fills where the
+  // collective does not write them itself.
+  template <class Start>
+  WorkPtr run(const Call& call, Tensors outputs, Finish finish, Start&& start);
+
+  // Gathers everyone's `own` bytes, of which rank r has sizes[r], and hands them out.
+  WorkPtr all_gather_bytes(const Call& call, const at::Tensor& own, std::vector<int64_t> sizes,
+                           const Tensors& outputs);
+  // Sends `source` and receives into `outputs`, with as many bytes to and from each rank.
+  WorkPtr exchange_bytes(const Call& call, const at::Tensor& source, const Tensors& outputs,
+                         const std::vector<int64_t>& in, const std::vector<int64_t>& out);
+  WorkPtr message(std::string_view op, c10d::OpType type, const at::Tensor& tensor, int peer,
+                  int tag);
+  c10::intrusive_ptr<Backend> connect_part(const c10::intrusive_ptr<c10d::Store>& store,
+                                           const std::vector<int>& ranks, const std::string& name,
+                                           Milliseconds timeout) const;
+
+  const Options options_;
+  const c10::intrusive_ptr<c10d::Store> store_;
+  c10::intrusive_ptr<c10d::Backend> gloo_;
+  // Of this backend's name, with gloo as its only backend.
+  Group group_;
+  std::atomic<Milliseconds> timeout_;
+  std::atomic<bool> closed_{false};
+  // Of collectives. gloo's counts messages, too, of which the ranks have different numbers.
+  std::atomic<uint64_t> count_{0};
+  int64_t shrink_count_ = 0;
+
+  // Between startCoalescing and endCoalescing: what has been started.
+  std::mutex batch_mutex_;
+  std::atomic<bool> batching_{false};
+  std::vector<WorkPtr> batch_;
+};
+
+void bind_fallback(pybind11::module_& m);
+
+}  // namespace c10d_ext

@@ -1,0 +1,208 @@
+"""The shm backend where one rank cannot share memory: the verbs of torch.distributed over gloo.
+
+They are held to what test_shm.py asks of shm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+import torch_c10d_ext.distributed as ours
+from tests.backends import test_shm as shm
+from tests.backends.verbs import VERBS, How, all_gather_single, inputs_of
+from tests.contract import verify
+from tests.harness import run, values
+from torch_c10d_ext import _C, functional
+from torch_c10d_ext.errors import GroupClosed, InvalidArgument
+
+CPU = torch.device("cpu")
+SIZES = (2, 3)
+
+sizes = pytest.mark.parametrize("size", SIZES)
+
+
+@contextlib.contextmanager
+def fallen_back(odd: int = 1) -> Iterator[Any]:
+    """A group in which rank `odd` cannot share memory, as the default group."""
+    world = dist.group.WORLD
+    rank = dist.get_rank()
+    if rank == odd:
+        os.environ["TORCH_C10D_EXT_SHM_DISABLE"] = "1"
+    group = dist.new_group(backend="shm")
+    c10d._update_default_pg(group)
+    try:
+        yield group
+    finally:
+        c10d._update_default_pg(world)
+        os.environ.pop("TORCH_C10D_EXT_SHM_DISABLE", None)
+        dist.destroy_process_group(group)
+
+
+def _conforms(*fns: str) -> Any:
+    """Functions of test_shm.py by name, and that they leave nothing in the table of works."""
+    report = None
+    with fallen_back() as group:
+        backend = group._get_backend(CPU)
+        assert type(backend) is _C.OverGloo and backend.name() == "shm"
+        for name in fns:
+            fn = getattr(shm, name)
+            args = ("shm",) if name in ("reduces", "moves") else ()
+            report = fn(*args)
+        dist.barrier()
+        _is_empty()
+    return report
+
+
+def _is_empty() -> None:
+    ends = time.monotonic() + 10
+    while _C.pending_count():  # gloo's threads let go of it
+        assert time.monotonic() < ends, _C.pending_count()
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("what", "size"), [("reduces", 3), ("moves", 2), ("moves", 3), ("lays_out", 2), ("refuses", 2)]
+)
+def test_verbs(what: str, size: int) -> None:
+    verify(size, _conforms, what, backend="gloo")
+
+
+@sizes
+def test_messages_works_and_groups(size: int) -> None:
+    run(
+        size,
+        _conforms,
+        *("_sends_and_receives", "_receives_from_anyone", "_many_in_flight"),
+        *("_completes_without_a_wait", "_futures", "_durations", "_barriers", "_sequence_numbers"),
+        *("_sparse_sums", "_splits", "_shrinks", "_groups_come_and_go", "_single_machine_errors"),
+        backend="gloo",
+    )
+
+
+def _says_what_is_wrong() -> None:
+    n, rank = dist.get_world_size(), dist.get_rank()
+    with fallen_back() as group:
+        name = group.group_name
+        with pytest.raises(InvalidArgument) as wrong:
+            dist.all_gather([torch.empty(2)] * (n - 1), torch.ones(2))
+        assert str(wrong.value) == (
+            f"all_gather: outputs must be one tensor for each of the {n} ranks, got {n - 1} "
+            f"(rank {rank}/{n}, group '{name}')"
+        )
+        with pytest.raises(TypeError, match="all_reduce: sparse tensors can be reduced with sum"):
+            dist.all_reduce(torch.eye(2).to_sparse(), dist.ReduceOp.MIN)
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        work.wait()
+        assert work._get_duration() > 0
+        assert work.result()[0].tolist() == [n] * 3
+
+
+def _mixed_lists() -> None:
+    """Inputs of several dtypes in one coalesced gather, and parts of several sizes at one root."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    with fallen_back() as group:
+        xs = [torch.full((3,), rank, dtype=torch.uint8), torch.full((2, 2), float(rank))]
+        joined = [torch.empty(3 * n, dtype=torch.uint8), torch.empty(2, 2 * n).t()]
+        group.allgather_into_tensor_coalesced(joined, xs).wait()
+        for r in range(n):
+            assert torch.equal(joined[0][3 * r : 3 * r + 3], torch.full_like(xs[0], r))
+            assert torch.equal(joined[1][2 * r : 2 * r + 2], torch.full_like(xs[1], r))
+        parts = [torch.empty(r + 1) for r in range(n)]
+        dist.gather(torch.full((rank + 1,), float(rank)), parts if rank == 0 else None)
+        if rank == 0:
+            assert [p.tolist() for p in parts] == [[float(r)] * (r + 1) for r in range(n)]
+        out = torch.empty(2 * rank)
+        dist.scatter(out, [torch.arange(2.0 * r) for r in range(n)] if rank == 0 else None)
+        assert torch.equal(out, torch.arange(2.0 * rank))
+        # The output holds the input.
+        whole = torch.arange(float(2 * n)) * (rank + 1)
+        mine = whole[1:3]
+        want = torch.cat([torch.tensor([r + 1.0, 2 * r + 2.0]) for r in range(n)])
+        all_gather_single(whole, mine)
+        assert torch.equal(whole, want)
+
+
+def _ours() -> None:
+    """This package's calls reach gloo past the verbs."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    with fallen_back() as group:
+        x = torch.arange(6, dtype=torch.int16).view(2, 3).t() * (rank + 1)
+        want = torch.arange(6, dtype=torch.int16).view(2, 3).t() * (n * (n + 1) // 2)
+        assert torch.equal(functional.all_reduce(x, "sum", group), want)
+        ours.all_reduce(x, group=group)
+        assert torch.equal(x, want)
+        for verb in VERBS:
+            how = How(group=group, api=ours)
+            xs = inputs_of(verb, n, (3, 2), torch.float32, how)
+            outs = shm.fresh(verb, xs[rank], verb.outputs(n, rank, (3, 2), 0), torch.float32)
+            shm.call(verb, how, xs[rank], outs)
+            for out, right in zip(outs, verb.reference(xs, how)[rank], strict=True):
+                assert not (wrong := values.mismatch(out, right, ulps=4)), f"{verb}: {wrong}"
+        ours.monitored_barrier(group, dt.timedelta(seconds=20), wait_all_ranks=True)
+        ours.monitored_barrier(group)
+        if rank == 0:
+            with pytest.raises(RuntimeError, match="[Rr]ank"):
+                ours.monitored_barrier(group, dt.timedelta(seconds=0.3))
+        _is_empty()
+
+
+def _in_a_block() -> None:
+    """Calls of several kinds in one block have one work."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    with fallen_back():
+        there, here = (rank + 1) % n, (rank - 1) % n
+        x, got = torch.full((200_000,), float(rank)), torch.empty(200_000)
+        y = torch.full((3,), float(rank))
+        with dist._coalescing_manager(device=CPU, async_ops=True) as block:
+            dist.isend(x, there)
+            dist.irecv(got, here)
+            dist.broadcast(y, 1)
+        block.wait()
+        assert got[0] == got[-1] == here
+        assert y[0] == 1
+
+
+def _times_out() -> None:
+    with fallen_back() as group:
+        options = dist.AllreduceOptions()
+        options.timeout = dt.timedelta(seconds=0.2)
+        before = time.monotonic()
+        if dist.get_rank() == 0:
+            work = group.allreduce([torch.ones(3)], options)
+            assert work is not None
+            with pytest.raises(RuntimeError, match=r"all_reduce: .* \(rank 0/"):
+                work.wait()
+            assert time.monotonic() - before < 10
+    dist.barrier()
+    with fallen_back() as group:
+        group.set_timeout(dt.timedelta(seconds=0.2))
+        before = time.monotonic()
+        if dist.get_rank() == 0:
+            with pytest.raises(RuntimeError, match=r"all_reduce: .* \(rank 0/"):
+                dist.all_reduce(torch.ones(3))
+            assert time.monotonic() - before < 10
+    dist.barrier()
+
+
+def _ends() -> None:
+    with fallen_back() as group:
+        backend = group._get_backend(CPU)
+        dist.all_reduce(torch.ones(1))
+    with pytest.raises(GroupClosed, match="destroyed or aborted"):
+        backend.allreduce([torch.ones(3)])
+
+
+@sizes
+def test_what_is_its_own(size: int) -> None:
+    for fn in (_says_what_is_wrong, _mixed_lists, _ours, _in_a_block, _times_out, _ends):
+        run(size, fn, backend="gloo")
