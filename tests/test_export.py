@@ -51,6 +51,15 @@ def _want(rows: int) -> Tensor:
     return xs[rank] + sum((x @ up).relu() @ down for x in xs) / n
 
 
+def _package(program: torch.export.ExportedProgram, path: str) -> None:
+    """Packages it in a folder of its own.
+
+    torch's folder is that of all programs of this source: of all ranks, whose weights differ.
+    """
+    with torch._inductor.config.patch({"aot_inductor.output_path": f"{path}.files"}):
+        torch._inductor.aoti_compile_and_package(program, package_path=path)
+
+
 def _save(directory: str, strict: bool, package: bool) -> None:
     n, rank = dist.get_world_size(), dist.get_rank()
     with torch.no_grad():
@@ -63,8 +72,7 @@ def _save(directory: str, strict: bool, package: bool) -> None:
         assert sum("wait_tensor" in call for call in calls) == 3, calls
         torch.export.save(program, f"{directory}/{rank}.program.pt2")
         if package:
-            path = f"{directory}/{rank}.package.pt2"
-            torch._inductor.aoti_compile_and_package(program, package_path=path)
+            _package(program, f"{directory}/{rank}.package.pt2")
 
 
 def _load(directory: str, package: bool) -> None:
@@ -182,7 +190,7 @@ def _package_every_op(directory: str) -> None:
     with torch.no_grad():
         program = torch.export.export(EveryOp(), (x,))
         path = f"{directory}/{rank}.pt2"
-        torch._inductor.aoti_compile_and_package(program, package_path=path)
+        _package(program, path)
         want = EveryOp()(x)
         got = torch._inductor.aoti_load_package(path)(x)
     assert len(got) == len(want)
