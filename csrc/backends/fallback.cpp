@@ -2,6 +2,7 @@
 
 #include "backends/fallback.h"
 
+#include <ATen/ThreadLocalState.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_to_copy.h>
 #include <ATen/ops/cat.h>
@@ -14,17 +15,23 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <algorithm>
+#include <condition_variable>
+#include <exception>
 #include <numeric>
+#include <sstream>
 #include <type_traits>
 #include <utility>
 
 #include "backends/coalesced.h"
+#include "backends/keys.h"
 #include "backends/parts.h"
+#include "backends/shm.h"
 #include "core/exchange.h"
 #include "core/failure.h"
 #include "core/gil.h"
 #include "core/memory.h"
 #include "core/messages.h"
+#include "core/patience.h"
 
 namespace c10d_ext {
 
@@ -38,11 +45,6 @@ OverGloo::Connect& connect_backend() {
   // Never destroyed: it holds a Python function, and a group may outlive Python.
   static auto* instance = new OverGloo::Connect;
   return *instance;
-}
-
-bool is_message(c10d::OpType type) {
-  return type == c10d::OpType::SEND || type == c10d::OpType::RECV ||
-         type == c10d::OpType::RECVANYSOURCE;
 }
 
 at::Tensor empty_bytes(int64_t count) {
@@ -99,7 +101,187 @@ at::Tensor apart(const at::Tensor& source, const at::Tensor& out) {
   return values.is_alias_of(out) ? values.clone() : values;
 }
 
+// Elements of each tensor.
+Sizes counts_of(const Tensors& tensors) {
+  Sizes counts;
+  for (const auto& t : tensors) {
+    counts.push_back(t.numel());
+  }
+  return counts;
+}
+
+c10d::OpType type_of(shm::Verb verb) {
+  using c10d::OpType;
+  switch (verb) {
+    case shm::Verb::Barrier:
+      return OpType::BARRIER;
+    case shm::Verb::AllReduce:
+      return OpType::ALLREDUCE;
+    case shm::Verb::Reduce:
+      return OpType::REDUCE;
+    case shm::Verb::Broadcast:
+      return OpType::BROADCAST;
+    case shm::Verb::AllGather:
+      return OpType::ALLGATHER;
+    case shm::Verb::ReduceScatter:
+      return OpType::REDUCE_SCATTER;
+    case shm::Verb::AllToAll:
+      return OpType::ALLTOALL_BASE;
+    case shm::Verb::Gather:
+      return OpType::GATHER;
+    case shm::Verb::Scatter:
+      return OpType::SCATTER;
+    case shm::Verb::Send:
+      return OpType::SEND;
+    case shm::Verb::Recv:
+      return OpType::RECV;
+  }
+  return OpType::UNKNOWN;
+}
+
+std::exception_ptr error_of(const shm::Failure& failure, const std::string& group) {
+  using Kind = CollectiveError::Kind;
+  static_assert(static_cast<Kind>(shm::Failure::Kind::Closed) == Kind::Closed);
+  return std::make_exception_ptr(CollectiveError(static_cast<Kind>(failure.kind), failure.text,
+                                                 failure.ranks, failure.op, failure.seq, group));
+}
+
+std::string text_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::Error& e) {
+    return e.what_without_backtrace();
+  } catch (const std::exception& e) {
+    return e.what();
+  } catch (...) {
+    return "an error of no known kind";
+  }
+}
+
+// A collective that gloo begins once the ranks have agreed.
+class AgreedWork final : public c10d::Work {
+ public:
+  using Milliseconds = std::chrono::milliseconds;
+
+  AgreedWork(std::string_view op, c10d::OpType type, const Group& group)
+      : c10d::Work(static_cast<int>(group.rank()), type),
+        op_(op),
+        place_({}, group.name(), group.rank(), group.size()) {}
+
+  void number(uint64_t seq) {
+    seq_ = seq;
+  }
+
+  // All ranks have called it, and `inner` is gloo's work.
+  void follow(const c10::intrusive_ptr<c10d::Work>& inner, uint64_t seq,
+              std::weak_ptr<Agreement> agreement) {
+    const auto self = c10::intrusive_ptr<AgreedWork>::reclaim_copy(this);
+    subscribe_to_future(*inner, [self, seq, agreement](std::exception_ptr error) {
+      const auto group = agreement.lock();
+      if (error && group) {
+        group->broke(seq, text_of(error));
+        return;
+      }
+      self->end(error);
+      if (group) {
+        group->done(seq);
+      }
+    });
+  }
+
+  // The first end is the one that counts.
+  void end(std::exception_ptr error) {
+    {
+      std::lock_guard lock(mutex_);
+      if (over_) {
+        return;
+      }
+      over_ = true;
+      error_ = error;
+    }
+    changed_.notify_all();
+    if (error) {
+      future_->setErrorIfNeeded(std::move(error));
+    } else {
+      future_->markCompleted(c10::IValue());
+    }
+  }
+
+  bool isCompleted() override {
+    std::lock_guard lock(mutex_);
+    return over_;
+  }
+  bool isSuccess() const override {
+    std::lock_guard lock(mutex_);
+    return over_ && !error_;
+  }
+  std::exception_ptr exception() const override {
+    std::lock_guard lock(mutex_);
+    return error_;
+  }
+
+  bool wait(Milliseconds timeout) override {
+    using Clock = std::chrono::steady_clock;
+    const bool limited = timeout > Milliseconds(0);
+    const auto until = limited ? Clock::now() + timeout : Clock::time_point::max();
+    std::unique_lock lock(mutex_);
+    while (!over_) {
+      if (Clock::now() >= until) {
+        throw CollectiveError(
+            CollectiveError::Kind::Timeout,
+            c10::str(op_, ": the wait must end within ", timeout.count(),
+                     " ms, got none of the result by then; the collective goes on ", where(place_)),
+            {}, std::string(op_), seq_, place_.name());
+      }
+      changed_.wait_until(lock, std::min(until, Clock::now() + kLook));
+      lock.unlock();
+      check_signals();
+      lock.lock();
+    }
+    if (error_) {
+      std::rethrow_exception(error_);
+    }
+    return true;
+  }
+  void synchronize() override {
+    wait(kNoTimeout);
+  }
+
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    return future_;
+  }
+  uint64_t getSequencenumber() const override {
+    return seq_;
+  }
+
+ private:
+  // How often a wait looks for Ctrl-C.
+  static constexpr Milliseconds kLook{50};
+
+  const std::string_view op_;  // the names of ops are literals
+  const Group place_;
+  std::atomic<uint64_t> seq_{0};
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  bool over_ = false;
+  std::exception_ptr error_;
+  const c10::intrusive_ptr<c10::ivalue::Future> future_ =
+      c10::make_intrusive<c10::ivalue::Future>(c10::NoneType::get());
+};
+
+// What gloo has to notice that a rank is gone before this asks who.
+constexpr std::chrono::milliseconds kExplained{500};
+
 }  // namespace
+
+Called called(shm::Verb verb, const at::Tensor& t, int64_t count) {
+  const auto dtype = dtype_of(t.scalar_type());
+  Called called;
+  called.verb = verb;
+  called.unit = dtype == shm::DType::Bytes ? c10::toString(t.scalar_type()) : shm::name_of(dtype);
+  called.count = count;
+  return called;
+}
 
 void OverGloo::set_connect(Connect connect) {
   connect_backend() = std::move(connect);
@@ -119,7 +301,9 @@ OverGloo::OverGloo(c10::intrusive_ptr<c10d::Backend> gloo, c10::intrusive_ptr<c1
             return pg;
           }(),
           options.group_name, rank_, size_),
-      timeout_(options.timeout) {
+      timeout_(options.timeout),
+      agreement_(Agreement::join(part_of("agreement", store_), {rank_, size_, options.group_name},
+                                 options.timeout)) {
   init();
 }
 
@@ -127,6 +311,12 @@ OverGloo::~OverGloo() {
   // gloo's threads, which are waited for, may be at a callback written in Python.
   without_gil([this] {
     batch_.clear();
+    const bool broken = agreement_->failure({}, 0, Milliseconds(0)).has_value();
+    leave();
+    if (broken) {
+      // What waits for ranks that are gone nobody can end, and gloo's end would wait for it.
+      (void)c10::intrusive_ptr<c10d::Backend>(gloo_).release();
+    }
     group_ = Group({}, {}, rank_, size_);
     gloo_.reset();
   });
@@ -144,20 +334,11 @@ c10::intrusive_ptr<OverGloo::Options> OverGloo::getBackendOptions() {
 
 template <class Start>
 OverGloo::WorkPtr OverGloo::run(const Call& call, Tensors outputs, Finish finish, Start&& start) {
-  if (closed_) {
-    throw CollectiveError(
-        CollectiveError::Kind::Closed,
-        c10::str(call.op, ": the group must be alive, got one that was destroyed or aborted ",
-                 where(group_)),
-        {}, std::string(call.op), count_, group_.name());
-  }
-  if (!is_message(call.type)) {
-    ++count_;
-  }
   WorkPtr work;
   {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    Claim claim(call.type, std::move(outputs), std::move(finish), call.timeout);
+    Claim claim(*this, call.called ? &*call.called : nullptr, call.type, std::move(outputs),
+                std::move(finish), call.timeout);
     if constexpr (std::is_void_v<decltype(start())>) {
       start();
       work = claim.take();
@@ -175,6 +356,67 @@ OverGloo::WorkPtr OverGloo::run(const Call& call, Tensors outputs, Finish finish
   }
   work->wait(kNoTimeout);
   return {};
+}
+
+OverGloo::WorkPtr OverGloo::agree(string_view op, Called called, std::function<WorkPtr()> begin) {
+  const auto* claim = Claim::here();
+  const auto own = claim != nullptr ? claim->timeout() : c10d::kUnsetTimeout;
+  auto work = c10::make_intrusive<AgreedWork>(op, type_of(called.verb), group_);
+  Agreement::Operation operation;
+  operation.op = op;
+  operation.called = std::move(called);
+  operation.timeout = own > Milliseconds(0) ? own : timeout_.load();
+  operation.begin = [work, begin = std::move(begin), state = at::ThreadLocalState(),
+                     agreement = std::weak_ptr(agreement_)](uint64_t seq) {
+    const at::ThreadLocalStateGuard as_the_caller(state);
+    work->follow(begin(), seq, agreement);
+  };
+  operation.fail = [work, group = group_.name()](const shm::Failure& failure) {
+    work->end(error_of(failure, group));
+  };
+  work->number(agreement_->call(std::move(operation)));
+  return work;
+}
+
+OverGloo::WorkPtr OverGloo::refused(string_view op) const {
+  const auto failure = agreement_->failure(std::string(op), 0, Milliseconds(0));
+  if (!failure) {
+    return {};
+  }
+  auto work = c10::make_intrusive<AgreedWork>(op, c10d::OpType::UNKNOWN, group_);
+  work->end(error_of(*failure, group_.name()));
+  return work;
+}
+
+OverGloo::WorkPtr OverGloo::explained(string_view op, WorkPtr message) {
+  {
+    std::lock_guard lock(messages_mutex_);
+    std::erase_if(messages_, [](const auto& weak) {
+      const auto work = weak.lock();
+      return !work || work->isCompleted();
+    });
+    messages_.emplace_back(message);
+  }
+  return with_patience(std::move(message), [op = std::string(op), group = group_.name(),
+                                            agreement = agreement_](std::exception_ptr error) {
+    const auto failure = agreement->failure(op, 0, kExplained);
+    return failure ? error_of(*failure, group) : error;
+  });
+}
+
+void OverGloo::leave() {
+  closed_ = true;
+  agreement_->leave();
+  std::vector<c10::weak_intrusive_ptr<c10d::Work>> messages;
+  {
+    std::lock_guard lock(messages_mutex_);
+    messages.swap(messages_);
+  }
+  for (const auto& weak : messages) {
+    if (const auto work = weak.lock()) {
+      work->abort();
+    }
+  }
 }
 
 OverGloo::WorkPtr OverGloo::all_gather_bytes(const Call& call, const at::Tensor& own, Sizes sizes,
@@ -201,7 +443,7 @@ OverGloo::WorkPtr OverGloo::exchange_bytes(const Call& call, const at::Tensor& s
 
 OverGloo::WorkPtr OverGloo::message(string_view op, c10d::OpType type, const at::Tensor& tensor,
                                     int peer, int tag) {
-  const Call call{op, type, true, c10d::kUnsetTimeout};
+  const Call call{op, type, true, c10d::kUnsetTimeout, std::nullopt};
   return run(call, {tensor}, Finish(), [&] {
     return start_messages(op, group_, Message{tensor, type == c10d::OpType::SEND, peer, tag})[0];
   });
@@ -249,7 +491,13 @@ OverGloo::WorkPtr OverGloo::allreduce_sparse(Tensors& tensors, const c10d::Allre
       dtype == c10::kFloat || dtype == c10::kDouble || dtype == c10::kInt || dtype == c10::kLong;
   const auto wire_dtype = native ? dtype : c10::isFloatingType(dtype) ? c10::kFloat : c10::kLong;
   Tensors sums{at::_to_copy(tensor.coalesce(), wire_dtype)};
-  const auto call = Call::of(op, c10d::OpType::_ALLREDUCE_SPARSE, opts);
+  std::ostringstream shape;
+  shape << " of shape " << tensor.sizes() << " with " << tensor.sparse_dim()
+        << " sparse dimensions";
+  Called said = called(shm::Verb::AllReduce, tensor);
+  said.rest = shape.str();
+  const auto call = Call::of(op, c10d::OpType::_ALLREDUCE_SPARSE, opts,
+                             std::move(said).reduced_by(name_of(reduction.op)));
   const bool average = reduction.op == ReduceOp::Avg;
   Finish finish = [sum = sums[0], tensor, average, ranks = size_] {
     if (average) {
@@ -260,7 +508,10 @@ OverGloo::WorkPtr OverGloo::allreduce_sparse(Tensors& tensors, const c10d::Allre
   return run(call, tensors, std::move(finish), [&] {
     c10d::AllreduceOptions options;
     options.timeout = call.timeout;
-    attach(op, group_, tensors, gloo_->allreduce(sums, options), Finish(), &subscribe_to_future);
+    const WorkPtr work = agree(op, *call.called, [gloo = gloo_, sums, options]() mutable {
+      return gloo->allreduce(sums, options);
+    });
+    attach(op, group_, tensors, work, Finish(), &subscribe_to_future);
   });
 }
 
@@ -292,8 +543,10 @@ OverGloo::WorkPtr OverGloo::allgather(std::vector<Tensors>& outputs, Tensors& in
   check_tensor(op, "input", input);
   check_parts(op, "outputs", parts, input, "input");
   check_all_written(op, parts);
-  return all_gather_bytes(Call::of(op, c10d::OpType::ALLGATHER, opts), bytes_of(dense(input)),
-                          sizes_of(parts), parts);
+  const auto call =
+      Call::of(op, c10d::OpType::ALLGATHER, opts,
+               called(shm::Verb::AllGather, input).gathered(input.numel(), counts_of(parts)));
+  return all_gather_bytes(call, bytes_of(dense(input)), sizes_of(parts), parts);
 }
 
 OverGloo::WorkPtr OverGloo::_allgather_base(at::Tensor& output, at::Tensor& input,
@@ -312,17 +565,22 @@ OverGloo::WorkPtr OverGloo::allgather_coalesced(std::vector<Tensors>& outputs, T
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   constexpr string_view op = "all_gather_coalesced";
   check_lists(op, outputs, inputs);
-  Sizes sizes;
+  Sizes sizes, counts;
   Tensors parts;
   for (const auto& list : outputs) {
     sizes.push_back(sum_of(sizes_of(list)));
+    counts.push_back(sum_of(counts_of(list)));
     parts.insert(parts.end(), list.begin(), list.end());
   }
   const at::Tensor own = packed(inputs);
   C10D_EXT_CHECK_VALUE(own.numel() == sizes[rank_], op, group_, "outputs[", rank_,
                        "], this rank's, must have as many elements as the inputs, got others");
-  return all_gather_bytes(Call::of(op, c10d::OpType::ALLGATHER_COALESCED, opts), own,
-                          std::move(sizes), parts);
+  Called said = called(shm::Verb::AllGather, inputs[0]);
+  said.rest = c10::str(" in ", inputs.size(), " tensors for each rank");
+  const auto call =
+      Call::of(op, c10d::OpType::ALLGATHER_COALESCED, opts,
+               std::move(said).gathered(sum_of(counts_of(inputs)), std::move(counts)));
+  return all_gather_bytes(call, own, std::move(sizes), parts);
 }
 
 OverGloo::WorkPtr OverGloo::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
@@ -344,8 +602,9 @@ OverGloo::WorkPtr OverGloo::allgather_into_tensor_coalesced(Tensors& outputs, Te
       offset += width;
     }
   };
-  return run(Call::of(op, c10d::OpType::ALLGATHER_COALESCED, opts), outputs, std::move(finish),
-             [&] { start_all_gather(op, group_, own, all); });
+  const auto call = Call::of(op, c10d::OpType::ALLGATHER_COALESCED, opts,
+                             called(shm::Verb::AllGather, inputs[0]).of_members(counts_of(inputs)));
+  return run(call, outputs, std::move(finish), [&] { start_all_gather(op, group_, own, all); });
 }
 
 // As an exchange, for the ranks' parts may differ in size, which the root alone knows.
@@ -366,7 +625,11 @@ OverGloo::WorkPtr OverGloo::gather(std::vector<Tensors>& outputs, Tensors& input
   }
   Sizes in(size_, 0);
   in[opts.rootRank] = static_cast<int64_t>(input.nbytes());
-  return exchange_bytes(Call::of(op, c10d::OpType::GATHER, opts), bytes_of(dense(input)), parts, in,
+  const auto call =
+      Call::of(op, c10d::OpType::GATHER, opts,
+               called(shm::Verb::Gather, input)
+                   .gathered_at(opts.rootRank, input.numel(), counts_of(parts), size_));
+  return exchange_bytes(call, bytes_of(dense(input)), parts, in,
                         parts.empty() ? Sizes(size_, 0) : sizes_of(parts));
 }
 
@@ -386,7 +649,11 @@ OverGloo::WorkPtr OverGloo::scatter(Tensors& outputs, std::vector<Tensors>& inpu
   }
   Sizes out(size_, 0);
   out[opts.rootRank] = static_cast<int64_t>(output.nbytes());
-  return exchange_bytes(Call::of(op, c10d::OpType::SCATTER, opts), packed(parts), {output},
+  const auto call =
+      Call::of(op, c10d::OpType::SCATTER, opts,
+               called(shm::Verb::Scatter, output)
+                   .scattered_from(opts.rootRank, output.numel(), counts_of(parts), size_));
+  return exchange_bytes(call, packed(parts), {output},
                         parts.empty() ? Sizes(size_, 0) : sizes_of(parts), out);
 }
 
@@ -477,8 +744,10 @@ OverGloo::WorkPtr OverGloo::alltoall(Tensors& outputs, Tensors& inputs,
   C10D_EXT_CHECK_VALUE(inputs[rank_].nbytes() == outputs[rank_].nbytes(), op, group_, "outputs[",
                        rank_, "], which inputs[", rank_, "] goes to, must have its size, ",
                        inputs[rank_].sizes(), ", got ", outputs[rank_].sizes());
-  return exchange_bytes(Call::of(op, c10d::OpType::ALLTOALL, opts), packed(inputs), outputs,
-                        sizes_of(inputs), sizes_of(outputs));
+  const auto call = Call::of(
+      op, c10d::OpType::ALLTOALL, opts,
+      called(shm::Verb::AllToAll, outputs[0]).exchanged(counts_of(inputs), counts_of(outputs)));
+  return exchange_bytes(call, packed(inputs), outputs, sizes_of(inputs), sizes_of(outputs));
 }
 
 OverGloo::WorkPtr OverGloo::send(Tensors& tensors, int dst, int tag) {
@@ -517,6 +786,11 @@ void OverGloo::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_
   if (options.timeout <= Milliseconds(0)) {
     options.timeout = timeout_;
   }
+  // gloo numbers what it does: no collective may begin on the agreement's thread meanwhile.
+  const bool begun = agreement_->drain(options.timeout);
+  TORCH_CHECK_WITH(DistBackendError, begun, "monitored_barrier: the collectives before it must ",
+                   "begin within ", options.timeout.count(), " ms, got some that wait for a rank ",
+                   where(group_));
   gloo_->monitoredBarrier(options, wait_all_ranks);
 }
 
@@ -589,7 +863,7 @@ void OverGloo::setTimeout(Milliseconds timeout) {
 }
 
 uint64_t OverGloo::getSequenceNumberForGroup() {
-  return count_;
+  return agreement_->count();
 }
 
 c10d::ErrorType OverGloo::getError() {
@@ -598,11 +872,12 @@ c10d::ErrorType OverGloo::getError() {
 
 void OverGloo::abort() {
   closed_ = true;
+  without_gil([this] { agreement_->abort(); });
   gloo_->abort();
 }
 
 void OverGloo::shutdown() {
-  closed_ = true;
+  without_gil([this] { leave(); });
   gloo_->shutdown();
 }
 
@@ -618,6 +893,7 @@ void bind_fallback(pybind11::module_& m) {
              c10d::Backend::Options options("shm", timeout);
              options.group_name = group_name;
              options.global_ranks_in_group = std::move(global_ranks);
+             const py::gil_scoped_release waits;
              return c10::make_intrusive<OverGloo>(std::move(gloo), std::move(store), options);
            }),
            py::arg("gloo"), py::arg("store"), py::arg("timeout"), py::arg("group_name"),

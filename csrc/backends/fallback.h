@@ -7,11 +7,15 @@
 #include <atomic>
 #include <chrono>
 #include <functional>
+#include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "backends/agreement/agreement.h"
+#include "backends/agreement/called.h"
 #include "core/group.h"
 #include "core/pending.h"
 #include "core/reduction.h"
@@ -25,7 +29,9 @@ namespace c10d_ext {
 // The "shm" backend where ranks cannot share memory: its verbs over gloo.
 //
 // Each verb is checked as ShmBackend checks it and carried out by core/exchange.h, which makes
-// every dtype, stride, size and reduce op from what gloo has. The ops call gloo past this.
+// every dtype, stride, size and reduce op from what gloo has. The ops use that past the verbs.
+//
+// gloo begins a collective once all ranks have called it and agree, whoever called it.
 class OverGloo final : public c10d::Backend, private VerbChecks {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
@@ -38,9 +44,18 @@ class OverGloo final : public c10d::Backend, private VerbChecks {
       const std::string& group_name, const std::vector<uint64_t>& global_ranks)>;
   static void set_connect(Connect connect);
 
+  // Collective: meets the other ranks.
   OverGloo(c10::intrusive_ptr<c10d::Backend> gloo, c10::intrusive_ptr<c10d::Store> store,
            const Options& options);
   ~OverGloo() override;
+
+  // `begin` begins the collective at gloo, on another thread, once all ranks have called the same.
+  // The work is that of both, and has a future.
+  WorkPtr agree(std::string_view op, Called called, std::function<WorkPtr()> begin);
+  // A message's work where the group is of no more use, or null.
+  WorkPtr refused(std::string_view op) const;
+  // gloo's work of a message as one that is told why it failed.
+  WorkPtr explained(std::string_view op, WorkPtr message);
 
   const c10::intrusive_ptr<c10d::Backend>& gloo() const {
     return gloo_;
@@ -124,11 +139,14 @@ class OverGloo final : public c10d::Backend, private VerbChecks {
     c10d::OpType type;
     bool async;
     Milliseconds timeout;
+    // What it says to the other ranks, where the exchange that carries it out says something else.
+    std::optional<Called> called;
 
     template <class Options>
-    static Call of(std::string_view op, c10d::OpType type, const Options& opts) {
+    static Call of(std::string_view op, c10d::OpType type, const Options& opts,
+                   std::optional<Called> called = std::nullopt) {
       const bool own = opts.timeout > Milliseconds(0);
-      return {op, type, opts.asyncOp, own ? opts.timeout : c10d::kUnsetTimeout};
+      return {op, type, opts.asyncOp, own ? opts.timeout : c10d::kUnsetTimeout, std::move(called)};
     }
   };
 
@@ -144,6 +162,8 @@ class OverGloo final : public c10d::Backend, private VerbChecks {
   // Sends `source` and receives into `outputs`, with as many bytes to and from each rank.
   WorkPtr exchange_bytes(const Call& call, const at::Tensor& source, const Tensors& outputs,
                          const std::vector<int64_t>& in, const std::vector<int64_t>& out);
+  // What is in flight ends.
+  void leave();
   WorkPtr message(std::string_view op, c10d::OpType type, const at::Tensor& tensor, int peer,
                   int tag);
   c10::intrusive_ptr<Backend> connect_part(const c10::intrusive_ptr<c10d::Store>& store,
@@ -157,8 +177,11 @@ class OverGloo final : public c10d::Backend, private VerbChecks {
   Group group_;
   std::atomic<Milliseconds> timeout_;
   std::atomic<bool> closed_{false};
-  // Of collectives. gloo's counts messages, too, of which the ranks have different numbers.
-  std::atomic<uint64_t> count_{0};
+  // Works may outlive the backend; they hold this while they use it.
+  std::shared_ptr<Agreement> agreement_;
+  // In flight, as far as anybody knows.
+  std::mutex messages_mutex_;
+  std::vector<c10::weak_intrusive_ptr<c10d::Work>> messages_;
   int64_t shrink_count_ = 0;
 
   // Between startCoalescing and endCoalescing: what has been started.
@@ -166,6 +189,9 @@ class OverGloo final : public c10d::Backend, private VerbChecks {
   std::atomic<bool> batching_{false};
   std::vector<WorkPtr> batch_;
 };
+
+// What a rank says of a collective of tensors like `t`.
+Called called(shm::Verb verb, const at::Tensor& t, int64_t count = -1);
 
 void bind_fallback(pybind11::module_& m);
 

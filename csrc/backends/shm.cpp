@@ -20,6 +20,7 @@
 #include <utility>
 
 #include "backends/coalesced.h"
+#include "backends/keys.h"
 #include "backends/parts.h"
 #include "backends/shm/aside.h"
 #include "backends/shm/bootstrap.h"
@@ -31,19 +32,6 @@
 
 namespace c10d_ext {
 
-namespace {
-
-using std::string_view;
-using Milliseconds = std::chrono::milliseconds;
-using Tensors = std::vector<at::Tensor>;
-using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-using Future = c10::ivalue::Future;
-using FuturePtr = c10::intrusive_ptr<Future>;
-
-// How long a group that is destroyed with work in flight waits for it.
-constexpr Milliseconds kGrace{5000};
-
-// The dtypes that can be reduced; the others are moved as bytes.
 shm::DType dtype_of(c10::ScalarType dtype) {
   using c10::ScalarType;
   using shm::DType;
@@ -92,6 +80,18 @@ shm::DType dtype_of(c10::ScalarType dtype) {
       return DType::Bytes;
   }
 }
+
+namespace {
+
+using std::string_view;
+using Milliseconds = std::chrono::milliseconds;
+using Tensors = std::vector<at::Tensor>;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+using Future = c10::ivalue::Future;
+using FuturePtr = c10::intrusive_ptr<Future>;
+
+// How long a group that is destroyed with work in flight waits for it.
+constexpr Milliseconds kGrace{5000};
 
 shm::ReduceOp reduce_op_of(ReduceOp op) {
   static_assert(static_cast<int>(ReduceOp::Sum) == static_cast<int>(shm::ReduceOp::Sum) &&
@@ -645,25 +645,7 @@ void ShmBackend::Flight::separate() {
 // --- A group's engine, shared with the works
 // ------------------------------------------------------
 
-namespace {
-
-// For waits: lets Ctrl-C through.
-void check_signals() {
-#if PY_VERSION_HEX >= 0x030d0000
-  const bool going_down = Py_IsFinalizing();
-#else
-  const bool going_down = _Py_IsFinalizing();
-#endif
-  if (!Py_IsInitialized() || going_down) {
-    return;
-  }
-  pybind11::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) {
-    throw pybind11::error_already_set();
-  }
-}
-
-}  // namespace
+namespace {}  // namespace
 
 class ShmBackend::Live {
  public:
@@ -1688,19 +1670,8 @@ ShmBackend::Connected ShmBackend::connect(const c10::intrusive_ptr<c10d::Store>&
   if (size > shm::Layout::kMaxSize) {
     return {{}, c10::str("a group has at most ", shm::Layout::kMaxSize, " ranks, got ", size)};
   }
-  const auto keys = c10::make_intrusive<c10d::PrefixStore>("shm", store);
-  shm::KeyValueStore values;
-  values.set = [keys](const std::string& key, const std::string& value) {
-    static_cast<c10d::Store&>(*keys).set(key, value);
-  };
-  values.get = [keys](const std::string& key, Milliseconds timeout) {
-    keys->wait({key}, timeout);
-    return keys->get_to_str(key);
-  };
-  values.has = [keys](const std::string& key) { return keys->check({key}); };
-  values.interrupt = check_signals;
-  auto joined = shm::join(values, rank, size, shm::Engine::mapping_bytes(size, settings.arena),
-                          options.timeout);
+  auto joined = shm::join(part_of("shm", store), rank, size,
+                          shm::Engine::mapping_bytes(size, settings.arena), options.timeout);
   if (!joined.membership) {
     return {{}, joined.why_not};
   }

@@ -26,6 +26,9 @@
 
 namespace c10d_ext {
 
+// The dtypes that can be reduced; the others are moved as bytes.
+shm::DType dtype_of(c10::ScalarType dtype);
+
 // The "shm" backend: CPU tensors, ranks on one machine.
 //
 // c10d's verbs and the start_* below, which the ops call, meet in one place: a Flight, the

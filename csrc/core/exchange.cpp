@@ -8,7 +8,9 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <algorithm>
+#include <functional>
 #include <numeric>
+#include <optional>
 #include <tuple>
 #include <typeinfo>
 #include <utility>
@@ -108,9 +110,11 @@ class Channel {
       value_error(op, group, "the group must have a backend for the tensor's device, got ",
                   t.device());
     }
-    // Whose verbs come back here.
-    if (auto* found = backend_.get(); typeid(*found) == typeid(OverGloo)) {
-      backend_ = static_cast<OverGloo*>(found)->gloo();
+    if (const auto* claim = Claim::here()) {
+      over_gloo_ = &claim->backend();
+    } else if (auto* found = backend_.get(); typeid(*found) == typeid(OverGloo)) {
+      over_gloo_ = static_cast<OverGloo*>(found);
+      backend_ = over_gloo_->gloo();
     }
     const std::string name = backend_->getBackendName();
     gloo_ = name == "gloo";
@@ -120,10 +124,24 @@ class Channel {
     has_future_ = gloo_ || timed_;
   }
 
-  // Runs `verb` on the backend. A process group without backends passes most of what it was not
-  // given on to the backends that it does not have.
+  // What the ranks must agree on before start(), where the group is one in which they are asked.
+  template <class Say>
+  void say(Say&& what) {
+    if (over_gloo_ != nullptr) {
+      const auto* claim = Claim::here();
+      called_ = claim != nullptr && claim->called() != nullptr ? *claim->called() : what();
+    }
+  }
+
+  // Runs `verb` on the backend, later and on another thread where the ranks have to agree. A
+  // process group without backends passes most of what it was not given on to the backends that it
+  // does not have.
   template <class Verb>
   WorkPtr start(Verb&& verb) const {
+    if (called_) {
+      return over_gloo_->agree(op_, *called_,
+                               [backend = backend_, verb]() mutable { return verb(*backend); });
+    }
     if (backend_) {
       return verb(*backend_);
     }
@@ -168,6 +186,11 @@ class Channel {
   bool has_rooted() const {
     return !process_group_;
   }
+  // Parts to or from one rank. The verbs of torch.distributed exchange them, which can be of any
+  // sizes there, and are to be met.
+  bool has_rooted_parts() const {
+    return has_rooted() && over_gloo_ == nullptr;
+  }
   bool has_all_gather() const {
     return !process_group_;
   }
@@ -195,9 +218,15 @@ class Channel {
   bool starts_messages_together() const {
     return nccl_;
   }
+  // The work of a message that cannot be, or null.
+  WorkPtr refused() const {
+    return over_gloo_ != nullptr ? over_gloo_->refused(op_) : nullptr;
+  }
   // A message as a work that any number of threads can ask and wait for.
   WorkPtr askable(WorkPtr work) const {
-    return gloo_ ? with_patience(std::move(work)) : work;
+    return over_gloo_ != nullptr ? over_gloo_->explained(op_, std::move(work))
+           : gloo_               ? with_patience(std::move(work))
+                                 : work;
   }
 
   // Works know how long they took.
@@ -220,6 +249,8 @@ class Channel {
   c10::OptionalDeviceGuard device_guard_;
   c10::intrusive_ptr<c10d::Backend> backend_;
   c10d::ProcessGroup* process_group_ = nullptr;
+  OverGloo* over_gloo_ = nullptr;
+  std::optional<Called> called_;
   bool gloo_ = false;
   bool nccl_ = false;
   bool complete_ = false;
@@ -388,6 +419,17 @@ void reduce_alone(const at::Tensor& source, const at::Tensor& out, const Reducti
   }
 }
 
+using Sizes = Called::Sizes;
+using shm::Verb;
+
+Sizes counts_of(at::TensorList tensors) {
+  Sizes counts;
+  for (const auto& t : tensors) {
+    counts.push_back(t.numel());
+  }
+  return counts;
+}
+
 int64_t count_of(c10::IntArrayRef sizes) {
   return std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
 }
@@ -407,7 +449,7 @@ Started all_to_all_bytes(const Channel& channel, const at::Tensor& source_bytes,
   at::Tensor in = source_bytes;
   at::Tensor out = out_bytes;
   const auto options = options_of_call<c10d::AllToAllOptions>();
-  WorkPtr work = channel.start([&](auto& backend) {
+  WorkPtr work = channel.start([=](auto& backend) mutable {
     return backend.alltoall_base(out, in, out_splits, in_splits, options);
   });
   return {work, channel.keep(in)};
@@ -423,8 +465,8 @@ Started all_gather_bytes(const Channel& channel, const at::Tensor& source_bytes,
   at::Tensor in = source_bytes;
   at::Tensor out = out_bytes;
   const auto options = options_of_call<c10d::AllgatherOptions>();
-  WorkPtr work =
-      channel.start([&](auto& backend) { return backend._allgather_base(out, in, options); });
+  WorkPtr work = channel.start(
+      [=](auto& backend) mutable { return backend._allgather_base(out, in, options); });
   return {work, channel.keep(in)};
 }
 
@@ -451,7 +493,8 @@ Started all_reduce(const Channel& channel, const at::Tensor& source, const at::T
   auto options = options_of_call<c10d::AllreduceOptions>();
   options.reduceOp = wire_op_of(divide ? ReduceOp::Sum : plan.wire_op);
   Tensors tensors{wire};
-  WorkPtr work = channel.start([&](auto& backend) { return backend.allreduce(tensors, options); });
+  WorkPtr work =
+      channel.start([=](auto& backend) mutable { return backend.allreduce(tensors, options); });
   Finish finish;
   if (!in_place || divide) {
     finish = decode_later(wire, plan, out, divide ? channel.group().size() : 1);
@@ -521,7 +564,7 @@ Started barrier(const Channel& channel, const at::Device& device) {
       options.device_ids = {device.index()};
     }
     try {
-      return {channel.start([&](auto& backend) { return backend.barrier(options); }), Finish()};
+      return {channel.start([=](auto& backend) { return backend.barrier(options); }), Finish()};
     } catch (const InvalidArgument&) {
       if (channel.has_rooted()) {
         throw;
@@ -596,7 +639,9 @@ void start_all_reduce(std::string_view op, const Group& group, const at::Tensor&
     attach_started(op, group, out, shm->start_all_reduce(op, source, out, reduction));
     return;
   }
-  const Channel channel(op, group, out);
+  Channel channel(op, group, out);
+  channel.say(
+      [&] { return called(Verb::AllReduce, out, out.numel()).reduced_by(name_of(reduction.op)); });
   channel.attach(out, all_reduce(channel, source, out, reduction));
 }
 
@@ -615,7 +660,12 @@ void start_all_reduce_coalesced(std::string_view op, const Group& group, at::Ten
     attach_started(op, group, outs, shm->start_all_reduce(op, sources, outs, reduction));
     return;
   }
-  const Channel channel(op, group, outs.front());
+  Channel channel(op, group, outs.front());
+  channel.say([&] {
+    return called(Verb::AllReduce, outs.front())
+        .of_members(counts_of(outs))
+        .reduced_by(name_of(reduction.op));
+  });
   ReductionPlan plan = channel.plan(reduction, outs.front().scalar_type());
   if (channel.has_coalesced() && !plan.local_only) {
     Tensors wires;
@@ -654,7 +704,10 @@ void start_reduce(std::string_view op, const Group& group, const at::Tensor& sou
     attach_started(op, group, out, shm->start_reduce(op, source, out, reduction, dst));
     return;
   }
-  const Channel channel(op, group, out);
+  Channel channel(op, group, out);
+  channel.say([&] {
+    return called(Verb::Reduce, out, out.numel()).reduced_by(name_of(reduction.op)).rooted_at(dst);
+  });
   const bool receives = group.rank() == dst;
   ReductionPlan plan = channel.plan(reduction, out.scalar_type());
   if (plan.local_only && !channel.has_rooted()) {
@@ -672,7 +725,8 @@ void start_reduce(std::string_view op, const Group& group, const at::Tensor& sou
     }
     auto options = options_of_call<c10d::GatherOptions>();
     options.rootRank = dst;
-    WorkPtr work = channel.start([&](auto& backend) { return backend.gather(lists, in, options); });
+    WorkPtr work =
+        channel.start([=](auto& backend) mutable { return backend.gather(lists, in, options); });
     Finish finish = channel.keep(in[0]);
     if (receives) {
       finish =
@@ -689,19 +743,14 @@ void start_reduce(std::string_view op, const Group& group, const at::Tensor& sou
                                                  : encode(source, plan, /*may_alias=*/false),
                                              false);
   const bool divide = reduction.op == ReduceOp::Avg && !channel.has_avg(true);
-  const c10d::ReduceOp wire_op = wire_op_of(divide ? ReduceOp::Sum : plan.wire_op);
-  Tensors tensors{wire};
-  WorkPtr work = channel.start([&](auto& backend) {
-    if (!channel.has_rooted()) {
-      auto options = options_of_call<c10d::AllreduceOptions>();
-      options.reduceOp = wire_op;
-      return backend.allreduce(tensors, options);
-    }
-    auto options = options_of_call<c10d::ReduceOptions>();
-    options.reduceOp = wire_op;
-    options.rootRank = dst;
-    return backend.reduce(tensors, options);
-  });
+  auto to_all = options_of_call<c10d::AllreduceOptions>();
+  auto to_one = options_of_call<c10d::ReduceOptions>();
+  to_all.reduceOp = to_one.reduceOp = wire_op_of(divide ? ReduceOp::Sum : plan.wire_op);
+  to_one.rootRank = dst;
+  WorkPtr work = channel.start(
+      [=, tensors = Tensors{wire}, rooted = channel.has_rooted()](auto& backend) mutable {
+        return rooted ? backend.reduce(tensors, to_one) : backend.allreduce(tensors, to_all);
+      });
   Finish finish;
   if (!receives) {
     finish = channel.keep(wire);
@@ -724,7 +773,11 @@ void start_all_gather(std::string_view op, const Group& group, const at::Tensor&
     attach_started(op, group, out, shm->start_all_gather(op, source, out));
     return;
   }
-  const Channel channel(op, group, out);
+  Channel channel(op, group, out);
+  channel.say([&] {
+    return called(Verb::AllGather, out)
+        .gathered(source.numel(), Sizes(group.size(), source.numel()));
+  });
   auto [buffer, finish] = landing(out);
   Started started = all_gather_bytes(channel, bytes_of(dense(source)), bytes_of(buffer));
   started.finish = then(std::move(started.finish), std::move(finish));
@@ -746,7 +799,8 @@ void start_all_gather_coalesced(std::string_view op, const Group& group, at::Ten
     attach_started(op, group, outs, shm->start_all_gather(op, sources, outs));
     return;
   }
-  const Channel channel(op, group, outs.front());
+  Channel channel(op, group, outs.front());
+  channel.say([&] { return called(Verb::AllGather, outs.front()).of_members(counts_of(sources)); });
   if (channel.has_coalesced()) {
     Tensors ins;
     Tensors buffers;
@@ -795,7 +849,11 @@ void start_all_gather_uneven(std::string_view op, const Group& group, const at::
                                                 elements_of(sizes, out.numel() / count_of(sizes))));
     return;
   }
-  const Channel channel(op, group, out);
+  Channel channel(op, group, out);
+  channel.say([&] {
+    return called(Verb::AllGather, out)
+        .gathered(source.numel(), elements_of(sizes, out.numel() / count_of(sizes)));
+  });
   auto [buffer, finish] = landing(out);
   const at::Tensor in = bytes_of(dense(source));
   const at::Tensor all = bytes_of(buffer);
@@ -805,7 +863,10 @@ void start_all_gather_uneven(std::string_view op, const Group& group, const at::
     split *= width;
   }
   Started started;
-  if (channel.has_uneven_lists()) {
+  if (channel.has_all_gather() && std::equal(splits.begin() + 1, splits.end(), splits.begin())) {
+    // Other ranks may have called what takes no sizes.
+    started = all_gather_bytes(channel, in, all);
+  } else if (channel.has_uneven_lists()) {
     std::vector<Tensors> lists{all.split_with_sizes(splits)};
     Tensors ins{in};
     started.work = channel.start([&](auto& backend) { return backend.allgather(lists, ins); });
@@ -833,7 +894,12 @@ void start_reduce_scatter(std::string_view op, const Group& group, const at::Ten
     attach_started(op, group, out, shm->start_reduce_scatter(op, source, out, reduction));
     return;
   }
-  const Channel channel(op, group, out);
+  Channel channel(op, group, out);
+  channel.say([&] {
+    return called(Verb::ReduceScatter, out)
+        .scattered(Sizes(group.size(), out.numel()), out.numel())
+        .reduced_by(name_of(reduction.op));
+  });
   channel.attach(out, reduce_scatter(channel, source, out, reduction));
 }
 
@@ -852,7 +918,12 @@ void start_reduce_scatter_coalesced(std::string_view op, const Group& group, at:
     attach_started(op, group, outs, shm->start_reduce_scatter(op, sources, outs, reduction));
     return;
   }
-  const Channel channel(op, group, outs.front());
+  Channel channel(op, group, outs.front());
+  channel.say([&] {
+    return called(Verb::ReduceScatter, outs.front())
+        .of_members(counts_of(outs))
+        .reduced_by(name_of(reduction.op));
+  });
   // Row i: what rank i receives of every tensor. One exchange whatever the number of tensors.
   int64_t width = 0;
   for (const auto& out : outs) {
@@ -885,7 +956,12 @@ void start_reduce_scatter_uneven(std::string_view op, const Group& group, const 
                    shm->start_reduce_scatter_uneven(op, source, out, reduction, elements));
     return;
   }
-  const Channel channel(op, group, out);
+  Channel channel(op, group, out);
+  channel.say([&] {
+    return called(Verb::ReduceScatter, out)
+        .scattered(elements, elements[group.rank()])
+        .reduced_by(name_of(reduction.op));
+  });
   channel.attach(out, exchange_and_reduce(channel, source, out, reduction, elements));
 }
 
@@ -906,14 +982,18 @@ void start_all_to_all(std::string_view op, const Group& group, const at::Tensor&
     out.copy_(source.reshape(out.sizes()));
     return;
   }
+  const auto row = width / static_cast<int64_t>(source.element_size());
   if (auto* shm = shm_of(group, out)) {
-    const auto row = width / static_cast<int64_t>(source.element_size());
     attach_started(op, group, out,
                    shm->start_all_to_all(op, source, out, elements_of(input_splits, row),
                                          elements_of(output_splits, row)));
     return;
   }
-  const Channel channel(op, group, out);
+  Channel channel(op, group, out);
+  channel.say([&] {
+    return called(Verb::AllToAll, out)
+        .exchanged(elements_of(input_splits, row), elements_of(output_splits, row));
+  });
   auto [buffer, finish] = landing(out);
   std::vector<int64_t> out_splits(output_splits.begin(), output_splits.end());
   std::vector<int64_t> in_splits(input_splits.begin(), input_splits.end());
@@ -943,7 +1023,8 @@ void start_broadcast(std::string_view op, const Group& group, const at::Tensor& 
     attach_started(op, group, out, shm->start_broadcast(op, source, out, src));
     return;
   }
-  const Channel channel(op, group, out);
+  Channel channel(op, group, out);
+  channel.say([&] { return called(Verb::Broadcast, out, out.numel()).rooted_at(src); });
   auto [buffer, finish] = landing(out);
   if (group.rank() == src && !source.is_same(buffer)) {
     buffer.copy_(source);
@@ -951,7 +1032,8 @@ void start_broadcast(std::string_view op, const Group& group, const at::Tensor& 
   auto options = options_of_call<c10d::BroadcastOptions>();
   options.rootRank = src;
   Tensors tensors{bytes_of(buffer)};
-  WorkPtr work = channel.start([&](auto& backend) { return backend.broadcast(tensors, options); });
+  WorkPtr work =
+      channel.start([=](auto& backend) mutable { return backend.broadcast(tensors, options); });
   channel.attach(out, {work, std::move(finish)});
 }
 
@@ -972,12 +1054,16 @@ void start_broadcast_coalesced(std::string_view op, const Group& group, at::Tens
     attach_started(op, group, outs, shm->start_broadcast(op, sources, outs, src));
     return;
   }
-  const Channel channel(op, group, outs.front());
+  Channel channel(op, group, outs.front());
+  channel.say([&] {
+    return called(Verb::Broadcast, outs.front()).of_members(counts_of(outs)).rooted_at(src);
+  });
   at::Tensor flat = flattened(sources);
   auto options = options_of_call<c10d::BroadcastOptions>();
   options.rootRank = src;
   Tensors tensors{bytes_of(flat)};
-  WorkPtr work = channel.start([&](auto& backend) { return backend.broadcast(tensors, options); });
+  WorkPtr work =
+      channel.start([=](auto& backend) mutable { return backend.broadcast(tensors, options); });
   channel.attach(outs, {work, unflatten_later(flat, outs)});
 }
 
@@ -994,9 +1080,13 @@ void start_gather(std::string_view op, const Group& group, const at::Tensor& sou
     attach_started(op, group, out, shm->start_gather(op, source, out, dst));
     return;
   }
-  const Channel channel(op, group, source);
+  Channel channel(op, group, source);
+  channel.say([&] {
+    const Sizes parts(group.rank() == dst ? group.size() : 0, source.numel());
+    return called(Verb::Gather, source).gathered_at(dst, source.numel(), parts, group.size());
+  });
   Tensors in{bytes_of(dense(source))};
-  if (!channel.has_rooted()) {
+  if (!channel.has_rooted_parts()) {
     // Everyone sends to one rank, and nothing to the others.
     const int64_t ranks = group.size();
     std::vector<int64_t> in_splits(ranks, 0);
@@ -1035,10 +1125,14 @@ void start_scatter(std::string_view op, const Group& group, const at::Tensor& so
     attach_started(op, group, out, shm->start_scatter(op, source, out, src));
     return;
   }
-  const Channel channel(op, group, out);
+  Channel channel(op, group, out);
+  channel.say([&] {
+    const Sizes parts(group.rank() == src ? group.size() : 0, out.numel());
+    return called(Verb::Scatter, out).scattered_from(src, out.numel(), parts, group.size());
+  });
   auto [buffer, finish] = landing(out);
   Tensors received{bytes_of(buffer)};
-  if (!channel.has_rooted()) {
+  if (!channel.has_rooted_parts()) {
     // One rank sends to everyone, the others send nothing.
     const int64_t ranks = group.size();
     const bool sends = group.rank() == src;
@@ -1078,7 +1172,8 @@ void start_barrier(std::string_view op, const Group& group, const at::Tensor& so
     attach_started(op, group, out, shm->start_barrier(op));
     return;
   }
-  const Channel channel(op, group, out);
+  Channel channel(op, group, out);
+  channel.say([&] { return Called(); });
   channel.attach(out, barrier(channel, out.device()));
 }
 
@@ -1119,6 +1214,10 @@ std::vector<WorkPtr> start_messages(std::string_view op, const Group& group,
   for (size_t i = 0; i < messages.size(); ++i) {
     const auto peer = static_cast<int>(messages[i].peer);
     const auto tag = static_cast<int>(messages[i].tag);
+    if (auto refused = channel.refused()) {
+      started.push_back(std::move(refused));
+      continue;
+    }
     started.push_back(channel.start([&](auto& backend) {
       if (messages[i].sends) {
         return backend.send(wires[i], peer, tag);

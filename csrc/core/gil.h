@@ -16,4 +16,20 @@ void without_gil(F&& f) {
   }
 }
 
+// For waits: lets Ctrl-C through.
+inline void check_signals() {
+#if PY_VERSION_HEX >= 0x030d0000
+  const bool going_down = Py_IsFinalizing();
+#else
+  const bool going_down = _Py_IsFinalizing();
+#endif
+  if (!Py_IsInitialized() || going_down) {
+    return;
+  }
+  pybind11::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) {
+    throw pybind11::error_already_set();
+  }
+}
+
 }  // namespace c10d_ext

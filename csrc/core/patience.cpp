@@ -4,6 +4,7 @@
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -11,6 +12,8 @@
 #include <mutex>
 #include <thread>
 #include <utility>
+
+#include "core/gil.h"
 
 namespace c10d_ext {
 
@@ -20,8 +23,10 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 class PatientWork final : public c10d::Work {
  public:
-  explicit PatientWork(WorkPtr inner)
-      : c10d::Work(-1, inner->retrieveOpType()), inner_(std::move(inner)) {}
+  PatientWork(WorkPtr inner, Explain explain)
+      : c10d::Work(-1, inner->retrieveOpType()),
+        inner_(std::move(inner)),
+        explain_(std::move(explain)) {}
 
   ~PatientWork() override {
     if (inner_ == nullptr) {
@@ -56,17 +61,24 @@ class PatientWork final : public c10d::Work {
   }
 
   bool wait(std::chrono::milliseconds timeout) override {
-    if (timeout != kNoTimeout) {
-      listen();  // gloo would close the connection at the end of a patience of its own
+    using Clock = std::chrono::steady_clock;
+    const bool limited = timeout != kNoTimeout;
+    const auto until = limited ? Clock::now() + timeout : Clock::time_point::max();
+    if (limited || explain_) {
+      // gloo would close the connection at the end of a patience of its own, and knows no Ctrl-C.
+      listen();
     } else if (take()) {
       run();
     }
     std::unique_lock<std::mutex> lock(mutex_);
-    const auto is_over = [this] { return inner_ == nullptr; };
-    if (timeout == kNoTimeout) {
-      over_.wait(lock, is_over);  // the taker's wait ends by the backend's own timeout
-    } else if (!over_.wait_for(lock, timeout, is_over)) {
-      C10_THROW_ERROR(DistBackendError, c10::str("no end after ", timeout.count(), " ms"));
+    while (inner_ != nullptr) {  // the taker's wait ends by the backend's own timeout
+      if (Clock::now() >= until) {
+        C10_THROW_ERROR(DistBackendError, c10::str("no end after ", timeout.count(), " ms"));
+      }
+      over_.wait_until(lock, std::min(until, Clock::now() + kLook));
+      lock.unlock();
+      check_signals();
+      lock.lock();
     }
     if (error_) {
       std::rethrow_exception(error_);
@@ -130,12 +142,16 @@ class PatientWork final : public c10d::Work {
     std::exception_ptr error;
     int source = -1;
     try {
-      inner_->wait(kNoTimeout);
+      const bool arrived = inner_->wait(kNoTimeout);
+      TORCH_CHECK_WITH(DistBackendError, arrived, "an abort");
       if (inner_->retrieveOpType() == c10d::OpType::RECVANYSOURCE) {
         source = inner_->sourceRank();
       }
     } catch (...) {
       error = std::current_exception();
+      if (explain_) {
+        error = explain_(error);
+      }
     }
     WorkPtr inner;  // released without the lock
     c10::intrusive_ptr<c10::ivalue::Future> future;
@@ -164,9 +180,13 @@ class PatientWork final : public c10d::Work {
     }
   }
 
+  // How often a wait looks for Ctrl-C.
+  static constexpr std::chrono::milliseconds kLook{50};
+
   mutable std::mutex mutex_;
   std::condition_variable over_;
   WorkPtr inner_;  // null once over
+  const Explain explain_;
   bool taken_ = false;
   std::exception_ptr error_;
   int source_rank_ = -1;
@@ -176,8 +196,8 @@ class PatientWork final : public c10d::Work {
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::Work> with_patience(c10::intrusive_ptr<c10d::Work> work) {
-  return c10::make_intrusive<PatientWork>(std::move(work));
+c10::intrusive_ptr<c10d::Work> with_patience(c10::intrusive_ptr<c10d::Work> work, Explain explain) {
+  return c10::make_intrusive<PatientWork>(std::move(work), std::move(explain));
 }
 
 }  // namespace c10d_ext

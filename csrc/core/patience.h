@@ -2,6 +2,9 @@
 
 #include <c10/util/intrusive_ptr.h>
 
+#include <exception>
+#include <functional>
+
 namespace c10d {
 class Work;
 }
@@ -12,7 +15,10 @@ namespace c10d_ext {
 // wait for, each with its own patience, that says whether it is complete, and has a future.
 //
 // Who waits first waits at `work`; a question makes that a thread of its own. Dropped before it is
-// complete, it lets `work` come to its end.
-c10::intrusive_ptr<c10d::Work> with_patience(c10::intrusive_ptr<c10d::Work> work);
+// complete, it lets `work` come to its end. `explain`, where there is one, makes of its error the
+// one to raise.
+using Explain = std::function<std::exception_ptr(std::exception_ptr error)>;
+c10::intrusive_ptr<c10d::Work> with_patience(c10::intrusive_ptr<c10d::Work> work,
+                                             Explain explain = nullptr);
 
 }  // namespace c10d_ext

@@ -707,9 +707,11 @@ namespace {
 thread_local Claim* claim_here = nullptr;
 }  // namespace
 
-Claim::Claim(c10d::OpType type, std::vector<at::Tensor> outputs, Finish finish,
-             std::chrono::milliseconds timeout)
-    : type_(type),
+Claim::Claim(OverGloo& backend, const Called* called, c10d::OpType type,
+             std::vector<at::Tensor> outputs, Finish finish, std::chrono::milliseconds timeout)
+    : backend_(backend),
+      called_(called),
+      type_(type),
       timeout_(timeout),
       begun_(Clock::now()),
       outputs_(std::move(outputs)),

@@ -20,6 +20,9 @@ enum class OpType : std::uint8_t;
 
 namespace c10d_ext {
 
+class OverGloo;
+struct Called;
+
 // What remains to be done on this rank once the data is there (convert, scatter into strides,
 // reduce what was gathered). Runs once, below autograd: on the thread that completes a CPU
 // collective, and on the waiting thread's current stream for a CUDA one.
@@ -50,10 +53,12 @@ void attach(std::string_view op, const Group& group, at::TensorList outputs,
 // writes: attach() leaves no entry anywhere. For one collective, or messages, of a backend.
 class Claim {
  public:
-  // `outputs`: what result() and the future of the work hold. `finish`: done on this rank after all
-  // that the collective itself leaves to do. `timeout`: of the call, negative: the group's.
-  Claim(c10d::OpType type, std::vector<at::Tensor> outputs, Finish finish,
-        std::chrono::milliseconds timeout);
+  // `backend`: whose verb it is. `called`: what the verb says to the other ranks, null: what the
+  // exchange says that it uses. `outputs`: what result() and the future of the work hold. `finish`:
+  // done on this rank after all that the collective itself leaves to do. `timeout`: of the call,
+  // negative: the group's.
+  Claim(OverGloo& backend, const Called* called, c10d::OpType type, std::vector<at::Tensor> outputs,
+        Finish finish, std::chrono::milliseconds timeout);
   ~Claim();
   Claim(const Claim&) = delete;
   Claim& operator=(const Claim&) = delete;
@@ -61,6 +66,12 @@ class Claim {
   // Of this thread, or null.
   static Claim* here();
 
+  OverGloo& backend() const {
+    return backend_;
+  }
+  const Called* called() const {
+    return called_;
+  }
   c10d::OpType type() const {
     return type_;
   }
@@ -76,6 +87,8 @@ class Claim {
               Finish finish, Subscribe subscribe);
 
  private:
+  OverGloo& backend_;
+  const Called* const called_;
   const c10d::OpType type_;
   const std::chrono::milliseconds timeout_;
   const std::chrono::steady_clock::time_point begun_;

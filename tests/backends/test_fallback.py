@@ -23,9 +23,15 @@ from tests.backends.verbs import VERBS, How, all_gather_single, inputs_of
 from tests.contract import verify
 from tests.harness import run, values
 from torch_c10d_ext import _C, functional
-from torch_c10d_ext.errors import GroupClosed, InvalidArgument
+from torch_c10d_ext.errors import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    GroupClosed,
+    InvalidArgument,
+)
 
 CPU = torch.device("cpu")
+LATE = r"all_reduce: the collective 1 must be done within 0.2 s, got no answer from rank 1 \(pid"
 SIZES = (2, 3)
 
 sizes = pytest.mark.parametrize("size", SIZES)
@@ -156,6 +162,44 @@ def _ours() -> None:
         _is_empty()
 
 
+def _ours_and_torchs_meet() -> None:
+    """Ranks that call this package, and ranks that call torch."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    api: Any = ours if rank == 0 else dist
+    with fallen_back() as group:
+        x = torch.full((2,), float(rank))
+        everyone = [[float(r)] * 2 for r in range(n)]
+        for root in range(n):
+            parts = [torch.empty(2) for _ in range(n)] if rank == root else None
+            api.gather(x, parts, root)
+            assert parts is None or [p.tolist() for p in parts] == everyone
+            y = torch.empty(2)
+            sent = [torch.full((2,), float(r)) for r in range(n)] if rank == root else None
+            api.scatter(y, sent, root)
+            assert torch.equal(x, y)
+        parts = [torch.empty(2) for _ in range(n)]
+        api.all_gather(parts, x)
+        assert [p.tolist() for p in parts] == everyone
+        joined = functional.all_gather(x, [2] * n, group) if rank == 0 else torch.empty(2 * n)
+        if rank != 0:
+            dist.all_gather(list(joined.split(2)), x)
+        assert joined.view(n, 2).tolist() == everyone
+        mine = torch.empty(2)
+        api.reduce_scatter(mine, [torch.full((2,), float(r + rank)) for r in range(n)])
+        assert mine.tolist() == [n * rank + n * (n - 1) / 2] * 2
+        api.all_to_all_single(swapped := torch.empty(n), torch.arange(float(n)) + 10 * rank)
+        assert swapped.tolist() == [10.0 * r + rank for r in range(n)]
+        # And hear of each other where they do not.
+        call = (
+            functional.all_reduce(x, "sum", group)
+            if rank == 0
+            else dist.broadcast(x, 0, async_op=True)
+        )
+        with pytest.raises(CollectiveMismatch, match=r"all_reduce\(2 x float32, sum\) on rank 0"):
+            call.wait()
+        _is_empty()
+
+
 def _in_a_block() -> None:
     """Calls of several kinds in one block have one work."""
     n, rank = dist.get_world_size(), dist.get_rank()
@@ -173,6 +217,7 @@ def _in_a_block() -> None:
 
 
 def _times_out() -> None:
+    world = dist.group.WORLD
     with fallen_back() as group:
         options = dist.AllreduceOptions()
         options.timeout = dt.timedelta(seconds=0.2)
@@ -180,29 +225,33 @@ def _times_out() -> None:
         if dist.get_rank() == 0:
             work = group.allreduce([torch.ones(3)], options)
             assert work is not None
-            with pytest.raises(RuntimeError, match=r"all_reduce: .* \(rank 0/"):
+            with pytest.raises(CollectiveTimeout, match=LATE) as late:
                 work.wait()
+            assert late.value.ranks == list(range(1, dist.get_world_size()))
             assert time.monotonic() - before < 10
-    dist.barrier()
+        dist.barrier(world)
     with fallen_back() as group:
         group.set_timeout(dt.timedelta(seconds=0.2))
         before = time.monotonic()
         if dist.get_rank() == 0:
-            with pytest.raises(RuntimeError, match=r"all_reduce: .* \(rank 0/"):
+            with pytest.raises(CollectiveTimeout, match=LATE):
                 dist.all_reduce(torch.ones(3))
             assert time.monotonic() - before < 10
-    dist.barrier()
+        dist.barrier(world)
 
 
 def _ends() -> None:
     with fallen_back() as group:
         backend = group._get_backend(CPU)
         dist.all_reduce(torch.ones(1))
-    with pytest.raises(GroupClosed, match="destroyed or aborted"):
-        backend.allreduce([torch.ones(3)])
+    with pytest.raises(GroupClosed, match="got a destroyed one"):
+        backend.allreduce([torch.ones(3)]).wait()
 
 
 @sizes
 def test_what_is_its_own(size: int) -> None:
-    for fn in (_says_what_is_wrong, _mixed_lists, _ours, _in_a_block, _times_out, _ends):
+    for fn in (
+        *(_says_what_is_wrong, _mixed_lists, _ours, _ours_and_torchs_meet, _in_a_block),
+        *(_times_out, _ends),
+    ):
         run(size, fn, backend="gloo")

@@ -22,10 +22,13 @@ import torch.distributed as dist
 import torch_c10d_ext.distributed as ours
 from tests.harness import run
 from tests.harness.crew import crew, mark
+from tests.harness.worker import FALLBACK
 from torch_c10d_ext import _C, errors
 from torch_c10d_ext._backends import shm_settings
 
 BACKEND = "shm"
+# shm itself, and its verbs over gloo where ranks cannot share memory.
+everywhere = pytest.mark.parametrize("backend", [BACKEND, FALLBACK])
 
 
 class Report(NamedTuple):
@@ -97,12 +100,13 @@ def _idle_forever(scratch: Path) -> None:
     time.sleep(120)
 
 
+@everywhere
 @pytest.mark.parametrize("name", CALLS)
-def test_a_killed_rank_is_named_on_all_survivors(name: str) -> None:
+def test_a_killed_rank_is_named_on_all_survivors(name: str, backend: str) -> None:
     size, victim = 3, 1
     pairwise = name.startswith(("send", "recv"))
     survivors = [0] if pairwise else [0, 2]
-    with crew(size, BACKEND) as ranks:
+    with crew(size, backend) as ranks:
         for rank in range(size):
             if rank in survivors:
                 ranks.start(rank, _call, name, victim, ranks.scratch)
@@ -174,8 +178,9 @@ def _survive(scratch: Path) -> None:
             check_works(others)
 
 
-def test_groups_without_the_lost_rank_go_on() -> None:
-    with crew(3, BACKEND) as ranks:
+@everywhere
+def test_groups_without_the_lost_rank_go_on(backend: str) -> None:
+    with crew(3, backend) as ranks:
         for rank in range(3):
             ranks.start(rank, _survive, ranks.scratch)
         for rank in range(3):
@@ -198,10 +203,11 @@ def _shrink(scratch: Path, victim: int) -> list[int]:
     return dist.get_process_group_ranks(rest)
 
 
+@everywhere
 @pytest.mark.parametrize("victim", [0, 1])
-def test_the_group_can_be_shrunk_to_the_survivors(victim: int) -> None:
+def test_the_group_can_be_shrunk_to_the_survivors(victim: int, backend: str) -> None:
     survivors = [rank for rank in range(3) if rank != victim]
-    with crew(3, BACKEND) as ranks:
+    with crew(3, backend) as ranks:
         for rank in range(3):
             ranks.start(rank, _shrink, ranks.scratch, victim)
         for rank in range(3):
@@ -220,8 +226,9 @@ def _leave_early() -> Report | None:
     return report(lambda: dist.all_reduce(torch.ones(1), group=group))
 
 
-def test_a_rank_that_left_the_group_is_named() -> None:
-    with crew(2, BACKEND) as ranks:
+@everywhere
+def test_a_rank_that_left_the_group_is_named(backend: str) -> None:
+    with crew(2, backend) as ranks:
         failure, _ = ranks.run(_leave_early)
         assert (failure.kind, failure.ranks, failure.op) == ("RankLost", [1], "all_reduce")
         assert f"rank 1 (pid {ranks.pid(1)}, left the group)" in failure.text
@@ -242,8 +249,9 @@ def _complete_and_die(scratch: Path) -> list[float]:
     return [x[0].item() for x in tensors]
 
 
-def test_what_was_completed_before_a_death_stays_complete() -> None:
-    with crew(2, BACKEND) as ranks:
+@everywhere
+def test_what_was_completed_before_a_death_stays_complete(backend: str) -> None:
+    with crew(2, backend) as ranks:
         for rank in range(2):
             ranks.start(rank, _complete_and_die, ranks.scratch)
         ranks.await_mark("done")
@@ -267,10 +275,11 @@ def _time_out(scratch: Path, seconds: float) -> tuple[Report, float]:
     return report(lambda: dist.all_reduce(torch.ones(1), group=group)), begin
 
 
+@everywhere
 @pytest.mark.parametrize("stopped", [True, False])
-def test_a_rank_that_does_not_come_is_named_with_its_state(stopped: bool) -> None:
+def test_a_rank_that_does_not_come_is_named_with_its_state(stopped: bool, backend: str) -> None:
     timeout = 1.0
-    with crew(3, BACKEND) as ranks:
+    with crew(3, backend) as ranks:
         for rank in range(3):
             ranks.start(rank, _time_out, ranks.scratch, timeout)
         for rank in range(3):
@@ -382,8 +391,8 @@ MISMATCHES: dict[str, tuple[Callable[[], Asked], Callable[[], Asked], str, str]]
     "sizes in a list": (
         lambda: _together(3, 5),
         lambda: _together(5, 3),
-        "all_reduce(8 x float32 in 2 tensors of sizes' hash",
-        "all_reduce(8 x float32 in 2 tensors of sizes' hash",
+        "all_reduce(8 x float32 in 2 tensors of sizes",
+        "all_reduce(8 x float32 in 2 tensors of sizes",
     ),
     "sparse shape": (
         lambda: _sparse(3, 2),
@@ -491,9 +500,16 @@ def test_ranks_that_disagree_all_raise(name: str, size: int) -> None:
     run(size, _disagree, name, 1, backend=BACKEND)
 
 
+@pytest.mark.parametrize("name", [name for name in MISMATCHES if name != "tensors in a block"])
+def test_ranks_that_disagree_all_raise_over_gloo(name: str) -> None:
+    """Where the calls of a block start one by one."""
+    run(3, _disagree, name, 1, backend=FALLBACK)
+
+
+@everywhere
 @pytest.mark.parametrize("name", ["all_reduce shape", "op", "reduce op"])
-def test_rank_0_may_be_the_odd_one(name: str) -> None:
-    run(3, _disagree, name, 0, backend=BACKEND)
+def test_rank_0_may_be_the_odd_one(name: str, backend: str) -> None:
+    run(3, _disagree, name, 0, backend=backend)
 
 
 def _order() -> None:
@@ -512,9 +528,10 @@ def _order() -> None:
     check_works()
 
 
-def test_another_order_is_a_mismatch() -> None:
-    run(2, _order, backend=BACKEND)
-    run(3, _order, backend=BACKEND)
+@everywhere
+def test_another_order_is_a_mismatch(backend: str) -> None:
+    run(2, _order, backend=backend)
+    run(3, _order, backend=backend)
 
 
 def _receive_something_else() -> None:
@@ -570,9 +587,10 @@ def _come_when_told(name: str, scratch: Path) -> None:
     check_works()
 
 
+@everywhere
 @pytest.mark.parametrize("name", WAITS)
-def test_an_interrupt_ends_a_wait(name: str) -> None:
-    with crew(2, BACKEND) as ranks:
+def test_an_interrupt_ends_a_wait(name: str, backend: str) -> None:
+    with crew(2, backend) as ranks:
         ranks.start(0, _be_interrupted, name, ranks.scratch)
         ranks.start(1, _come_when_told, name, ranks.scratch)
         ranks.await_mark("waiting")
@@ -665,8 +683,9 @@ def _use_after_destroy() -> None:
     check_works()
 
 
-def test_a_destroyed_group_says_so() -> None:
-    run(2, _use_after_destroy, backend=BACKEND)
+@everywhere
+def test_a_destroyed_group_says_so(backend: str) -> None:
+    run(2, _use_after_destroy, backend=backend)
 
 
 def _in_child(call: Callable[[], Any]) -> str:
@@ -745,8 +764,9 @@ def _fork_and_die(scratch: Path) -> None:
     time.sleep(120)
 
 
-def test_a_forked_child_does_not_hide_the_death_of_its_parent() -> None:
-    with crew(2, BACKEND) as ranks:
+@everywhere
+def test_a_forked_child_does_not_hide_the_death_of_its_parent(backend: str) -> None:
+    with crew(2, backend) as ranks:
         ranks.start(0, _call, "all_reduce", 1, ranks.scratch)
         ranks.start(1, _fork_and_die, ranks.scratch)
         ranks.await_mark("rank 0")

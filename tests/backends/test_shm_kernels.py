@@ -20,7 +20,7 @@ from torch import Tensor
 from tests.harness.values import NUMPY_REDUCTIONS
 from tests.native import build
 
-SOURCES = sorted(path.stem for path in build.SOURCES.glob("kernels*.cpp"))
+SOURCES = [name for name in build.SOURCES if name.startswith("kernels")]
 
 COUNTS = [1, 7, 33, 1000]
 RANKS = [1, 2, 3, 4, 5, 8]

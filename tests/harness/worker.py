@@ -36,6 +36,10 @@ TORCH_WARNINGS = (
 )
 
 
+# The backend of this name is shm's fall-back.
+FALLBACK = "fallback"
+
+
 def main(
     connection: Connection,
     rank: int,
@@ -66,9 +70,15 @@ def main(
         delayed.register()
         python_group.register()
         _make_warnings_errors()
+        if backend == FALLBACK:
+            os.environ["TORCH_C10D_EXT_SHM_DISABLE"] = "1"
         store = dist.FileStore(os.path.join(scratch, "rendezvous"), world_size)
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=BACKEND_TIMEOUT
+            "shm" if backend == FALLBACK else backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=BACKEND_TIMEOUT,
         )
         gc.collect()
         gc.freeze()  # collections during the tests need not walk torch's own objects

@@ -13,7 +13,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADERS = ROOT / "csrc"
-SOURCES = HEADERS / "backends" / "shm"
+# By their names: everything that needs no torch.
+SOURCES = {
+    path.stem: path
+    for folder in ("shm", "agreement")
+    for path in sorted((HEADERS / "backends" / folder).glob("*.cpp"))
+}
 PROGRAMS = Path(__file__).resolve().parent
 
 SANITIZERS = {
@@ -79,7 +84,7 @@ def _make(out: Path, command: list[str], inputs: Iterable[Path]) -> Path:
 def build(
     program: str, sources: Iterable[str], sanitizer: str = "", *, library: bool = False
 ) -> Path:
-    """`tests/native/<program>.cpp` linked with `csrc/backends/shm/<source>.cpp`s.
+    """`tests/native/<program>.cpp` linked with some of `SOURCES`.
 
     What is compiled is kept and shared between the programs, and compiled anew when one of the
     files that go into it has changed.
@@ -95,7 +100,7 @@ def build(
         return _make(directory / f"{source.stem}.o", command, _with_headers(source))
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        files = (PROGRAMS / f"{program}.cpp", *(SOURCES / f"{name}.cpp" for name in sources))
+        files = (PROGRAMS / f"{program}.cpp", *(SOURCES[name] for name in sources))
         objects = list(pool.map(compiled, files))
     link = ["-shared"] if library else []
     command = [*compiler, *flags, *link, *map(str, objects)]

@@ -15,6 +15,14 @@
 
 namespace c10d_ext::shm {
 
+// What a failure says about the group besides itself: "(rank 1/4, group 'tp')".
+struct Place {
+  int rank;
+  int size;
+  std::string group;
+  std::string text() const;
+};
+
 // What is needed of c10d::Store. `get` is called for keys that `has` has seen, so it need not wait.
 struct KeyValueStore {
   std::function<void(const std::string& key, const std::string& value)> set;

@@ -231,14 +231,6 @@ class Task {
   std::coroutine_handle<promise_type> handle_;
 };
 
-// What a failure says about the group besides itself: "(rank 1/4, group 'tp')".
-struct Place {
-  int rank;
-  int size;
-  std::string group;
-  std::string text() const;
-};
-
 // The collective `request` as number `seq` of the group. `request` outlives the task.
 Task run_collective(const Team& team, const Request& request, uint64_t seq, const Place& place,
                     bool strict);

@@ -1,0 +1,1017 @@
+// A thread per rank and group talks over the lines. Rank 0's has two parts: that of a rank, which
+// all have, and that of the one who compares.
+//
+//   rank r                                rank 0
+//   Calling: what                      ->
+//                                      <- Go, or Differ: how; once all ranks call
+//   Late, Broken: what is the matter   ->
+//                                      <- Ping: are you there?
+//   Pong                               ->
+//                                      <- Over: the group is of no more use, and why
+//   Leaving, Aborting                  ->
+
+#include "backends/agreement/agreement.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <set>
+#include <sstream>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+
+#include "backends/agreement/lines.h"
+
+namespace c10d_ext {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Milliseconds = Agreement::Milliseconds;
+using Kind = shm::Failure::Kind;
+
+enum Says : uint32_t {
+  kCalling = 16,
+  kGo,
+  kDiffer,
+  kLate,
+  kBroken,
+  kPing,
+  kPong,
+  kOver,
+  kLeaving,
+  kAborting
+};
+
+constexpr size_t kLongest = size_t{1} << 26;
+// What a rank on another machine has to say that it is there.
+constexpr Milliseconds kPatience{300};
+// What rank 0 has to find out what is the matter.
+constexpr Milliseconds kVerdict{2000};
+// What a collective whose data is on its way has to come to its end once a rank is gone, which may
+// have sent all of its own.
+constexpr Milliseconds kGrace{1000};
+constexpr auto kNever = Clock::time_point::max();
+
+Clock::time_point after(Milliseconds time) {
+  return Clock::now() + std::clamp(time, Milliseconds(0), Milliseconds(std::chrono::days(365)));
+}
+
+std::string seconds(Milliseconds time) {
+  std::ostringstream out;
+  out << std::chrono::duration<double>(time).count() << " s";
+  return out.str();
+}
+
+std::string numbers_of(const std::vector<int>& ranks) {
+  std::ostringstream out;
+  out << (ranks.size() == 1 ? "rank " : "ranks ");
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    out << (i == 0 ? "" : i + 1 == ranks.size() ? " and " : ", ") << ranks[i];
+  }
+  return out.str();
+}
+
+Words words_of(uint64_t seq, const Called& called) {
+  Words words;
+  words.put(static_cast<int64_t>(seq)).put(static_cast<int64_t>(called.verb)).put(called.unit);
+  words.put(called.rest).put(called.root).put(called.count).put(called.sends).put(called.expects);
+  return words;
+}
+
+Called take_called(Words& words) {
+  Called called;
+  called.verb = static_cast<shm::Verb>(words.number());
+  called.unit = words.text();
+  called.rest = words.text();
+  called.root = static_cast<int>(words.number());
+  called.count = words.number();
+  called.sends = words.numbers();
+  called.expects = words.numbers();
+  return called;
+}
+
+// Why a group is of no more use.
+struct End {
+  Kind kind;
+  std::vector<int> ranks;
+  std::string why;
+  // What a collective whose data is on its way still has; negative: all the time that it needs.
+  Milliseconds grace;
+};
+
+// Ranks that left in good order have sent what they owe.
+constexpr Milliseconds kUnlimited{-1};
+
+Words words_of(const End& end) {
+  return Words()
+      .put(static_cast<int64_t>(end.kind))
+      .put(end.ranks)
+      .put(end.why)
+      .put(static_cast<int64_t>(end.grace.count()));
+}
+
+End take_end(Words& words) {
+  End end;
+  end.kind = static_cast<Kind>(words.number());
+  end.ranks = words.numbers<int>();
+  end.why = words.text();
+  end.grace = Milliseconds(words.number());
+  return end;
+}
+
+struct Difference {
+  std::string text;
+  std::vector<int> ranks;
+};
+
+// What is wrong where ranks 0, 1, ... have called these as collective `seq`.
+std::optional<Difference> difference(const std::vector<Called>& calls, uint64_t seq) {
+  const bool even = std::all_of(calls.begin(), calls.end(), [](auto& c) { return c.count >= 0; });
+  const auto agree = [&](const Called& a, const Called& b) {
+    return a.verb == b.verb && a.unit == b.unit && a.rest == b.rest &&
+           (!even || a.count == b.count) && a.sends.size() == b.sends.size() &&
+           a.expects.size() == b.expects.size();
+  };
+  Difference found;
+  for (size_t rank = 1; rank < calls.size(); ++rank) {
+    if (!agree(calls[0], calls[rank])) {
+      found.ranks.push_back(static_cast<int>(rank));
+    }
+  }
+  std::ostringstream text;
+  if (!found.ranks.empty()) {
+    text << "every rank must enter the same collective with matching arguments, got ";
+    // Ranks that say the same share a line.
+    std::vector<bool> told(calls.size());
+    const char* separator = "";
+    for (size_t rank = 0; rank < calls.size(); ++rank) {
+      if (told[rank]) {
+        continue;
+      }
+      std::vector<int> same;
+      for (size_t other = rank; other < calls.size(); ++other) {
+        if (!told[other] && agree(calls[rank], calls[other])) {
+          told[other] = true;
+          same.push_back(static_cast<int>(other));
+        }
+      }
+      text << separator << text_of(calls[rank]) << " on " << numbers_of(same);
+      separator = ", ";
+    }
+    text << " in collective " << seq;
+    found.text = text.str();
+    return found;
+  }
+  const size_t ranks = calls.size();
+  if (even || calls[0].sends.size() != ranks || calls[0].expects.size() != ranks) {
+    return std::nullopt;
+  }
+  for (size_t from = 0; from < ranks; ++from) {
+    for (size_t to = 0; to < ranks; ++to) {
+      const int root = calls[from].root;
+      const bool concerned = calls[0].verb == shm::Verb::Gather    ? static_cast<int>(to) == root
+                             : calls[0].verb == shm::Verb::Scatter ? static_cast<int>(from) == root
+                                                                   : true;
+      const int64_t sent = calls[from].sends[to];
+      const int64_t expected = calls[to].expects[from];
+      if (concerned && sent != expected) {
+        text << "what a rank sends must be what the other expects, got " << sent << " x "
+             << calls[from].unit << " from rank " << from << " for rank " << to
+             << ", which expects " << expected << ", in collective " << seq;
+        return Difference{text.str(), {static_cast<int>(from), static_cast<int>(to)}};
+      }
+    }
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+class Agreement::Impl : public std::enable_shared_from_this<Impl> {
+ public:
+  Impl(Star star, shm::Place place)
+      : place_(std::move(place)),
+        generation_(shm::fork_generation()),
+        wake_(shm::Pipe::open()),
+        lines_(std::move(star.lines)),
+        members_(std::move(star.members)),
+        calls_(members_.size()),
+        left_(members_.size()) {
+    for (const auto* end : {&wake_.read_end, &wake_.write_end}) {
+      fcntl(end->get(), F_SETFL, fcntl(end->get(), F_GETFL) | O_NONBLOCK);
+    }
+  }
+
+  void start() {
+    // Signals are for the threads of the program that uses us.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    try {
+      thread_ = std::thread([self = shared_from_this()] { self->run(); });
+    } catch (...) {
+      pthread_sigmask(SIG_SETMASK, &before, nullptr);
+      throw;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    pthread_setname_np(thread_.native_handle(), "c10d_ext_agree");
+  }
+
+  // --- From any thread --------------------------------------------------------------------------
+
+  uint64_t call(Operation operation) {
+    std::unique_lock lock(mutex_);
+    const uint64_t seq = ++count_;
+    if (shm::fork_generation() != generation_) {
+      lock.unlock();
+      operation.fail(closed(operation.op, seq,
+                            "the group must be used in the process that made it, got a forked "
+                            "child"));
+      return seq;
+    }
+    if (end_ || leaving_) {
+      const auto failure =
+          leaving_ ? closed(operation.op, seq, kDestroyed) : told(*end_, operation.op, seq);
+      lock.unlock();
+      operation.fail(failure);
+      return seq;
+    }
+    const auto late = after(operation.timeout);
+    const Words words = words_of(seq, operation.called);
+    waiting_.emplace(seq, Flight{std::move(operation), late});
+    ++unbegun_;
+    news_.push_back({seq, kCalling, words});
+    lock.unlock();
+    wake();
+    return seq;
+  }
+
+  uint64_t count() const {
+    std::lock_guard lock(mutex_);
+    return count_;
+  }
+
+  void done(uint64_t seq) {
+    Flight over;  // released without the lock
+    std::lock_guard lock(mutex_);
+    if (const auto found = running_.find(seq); found != running_.end()) {
+      over = std::move(found->second);
+      running_.erase(found);
+    }
+  }
+
+  void broke(uint64_t seq, const std::string& why) {
+    {
+      std::lock_guard lock(mutex_);
+      news_.push_back({seq, kBroken, Words().put(static_cast<int64_t>(seq)).put(why)});
+    }
+    wake();
+  }
+
+  bool drain(Milliseconds timeout) const {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_until(lock, after(timeout), [this] { return unbegun_ == 0; });
+  }
+
+  std::optional<shm::Failure> failure(const std::string& op, uint64_t seq,
+                                      Milliseconds patience) const {
+    std::unique_lock lock(mutex_);
+    changed_.wait_until(lock, after(patience), [this] { return end_.has_value() || leaving_; });
+    return leaving_ ? std::optional(closed(op, seq, kDestroyed))
+           : end_   ? std::optional(told(*end_, op, seq))
+                    : std::nullopt;
+  }
+
+  void abort() {
+    {
+      std::lock_guard lock(mutex_);
+      news_.push_back({0, kAborting, {}});
+    }
+    wake();
+    std::unique_lock lock(mutex_);
+    changed_.wait_until(lock, after(kVerdict), [this] { return end_.has_value(); });
+  }
+
+  void leave() {
+    if (!thread_.joinable()) {
+      return;
+    }
+    if (shm::fork_generation() != generation_) {
+      thread_.detach();  // there is none
+      return;
+    }
+    {
+      std::lock_guard lock(mutex_);
+      leaving_ = true;
+    }
+    changed_.notify_all();
+    wake();
+    if (thread_.get_id() != std::this_thread::get_id()) {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [this] { return has_left_; });
+    }
+    thread_.detach();
+  }
+
+ private:
+  static constexpr char kLeft[] = "left the group";
+  static constexpr char kGone[] = "gone";
+  static constexpr char kDestroyed[] = "the group must be alive, got a destroyed one";
+
+  struct Flight {
+    Operation operation;
+    Clock::time_point late;  // when it has taken too long, as far as is known here
+    bool asked = false;      // rank 0, what is the matter
+  };
+
+  // Something to say about collective `seq`.
+  struct News {
+    uint64_t seq;
+    Says kind;
+    Words words;
+  };
+
+  struct Failed {
+    Operation operation;
+    shm::Failure failure;
+  };
+
+  // Rank 0's: something is the matter with collective `seq`.
+  struct Question {
+    uint64_t seq;
+    Says kind;
+    std::string op;
+    std::string why;
+    Clock::time_point until;
+    std::set<int> silent;
+  };
+
+  void wake() const {
+    const char word = 0;
+    [[maybe_unused]] const auto written = ::write(wake_.write_end.get(), &word, 1);
+  }
+
+  bool compares() const {
+    return place_.rank == 0;
+  }
+
+  // --- Texts
+  // ----------------------------------------------------------------------------------------------
+
+  shm::Failure failure_of(Kind kind, const std::string& op, uint64_t seq, const std::string& text,
+                          std::vector<int> ranks) const {
+    return {kind, op + ": " + text + " " + place_.text(), std::move(ranks), op, seq};
+  }
+
+  shm::Failure closed(const std::string& op, uint64_t seq, const std::string& text) const {
+    return failure_of(Kind::Closed, op, seq, text, {});
+  }
+
+  shm::Failure told(const End& end, const std::string& op, uint64_t seq) const {
+    std::string text = end.why;
+    if (end.kind == Kind::RankLost) {
+      const std::string what = seq == 0 ? "message" : "collective " + std::to_string(seq);
+      text = "every rank must live until the " + what + " is done, got " + text;
+    }
+    return failure_of(end.kind, op, seq, text, end.ranks);
+  }
+
+  bool is_near(int rank) const {
+    return members_[static_cast<size_t>(rank)].machine ==
+           members_[static_cast<size_t>(place_.rank)].machine;
+  }
+
+  std::string describe(int rank, const std::string& state) const {
+    return "rank " + std::to_string(rank) + " (pid " +
+           std::to_string(members_[static_cast<size_t>(rank)].peer.pid) + ", " + state + ")";
+  }
+
+  std::string describe(const std::vector<int>& ranks,
+                       const std::function<std::string(int)>& state) const {
+    std::string text;
+    for (size_t i = 0; i < ranks.size(); ++i) {
+      text += (i == 0                  ? ""
+               : i + 1 == ranks.size() ? " and "
+                                       : ", ") +
+              describe(ranks[i], state(ranks[i]));
+    }
+    return text;
+  }
+
+  // --- The thread
+  // -----------------------------------------------------------------------------------------------
+
+  void run() {
+    while (!is_over()) {
+      std::vector<pollfd> fds{{wake_.read_end.get(), POLLIN, 0}};
+      std::vector<size_t> of;
+      for (size_t i = 0; i < lines_.size(); ++i) {
+        if (lines_[i].is_open()) {
+          const int events = POLLIN | (lines_[i].has_unsent() ? POLLOUT : 0);
+          fds.push_back({lines_[i].fd(), static_cast<int16_t>(events), 0});
+          of.push_back(i);
+        }
+      }
+      if (::poll(fds.data(), fds.size(), milliseconds_left()) < 0) {
+        continue;
+      }
+      if (fds[0].revents != 0) {
+        std::array<char, 64> words;
+        while (::read(wake_.read_end.get(), words.data(), words.size()) > 0) {
+        }
+      }
+      for (size_t i = 0; i < of.size(); ++i) {
+        if (fds[i + 1].revents != 0) {
+          lines_[of[i]].flush();
+          hear(of[i]);
+        }
+      }
+      tell_news();
+      look_at_the_clock();
+      settle();
+    }
+    say_goodbye();
+  }
+
+  bool is_over() const {
+    std::lock_guard lock(mutex_);
+    return leaving_;
+  }
+
+  // Until something is late; -1: nothing can be.
+  int milliseconds_left() {
+    auto next = question_ ? question_->until : kNever;
+    {
+      std::lock_guard lock(mutex_);
+      if (!end_) {
+        for (const auto& [seq, flight] : waiting_) {
+          next = std::min(next, flight.late);
+        }
+      }
+      for (const auto& [seq, flight] : running_) {
+        next = std::min(next, flight.late);
+      }
+    }
+    if (next == kNever) {
+      return -1;
+    }
+    const auto left = std::chrono::ceil<Milliseconds>(next - Clock::now());
+    return static_cast<int>(std::clamp(left, Milliseconds(0), Milliseconds(60'000)).count());
+  }
+
+  // What comes over a line; rank 0's others, and theirs to rank 0.
+  void hear(size_t line) {
+    const int rank = static_cast<int>(line);
+    const bool stays = lines_[line].listen(kLongest);
+    try {
+      while (auto sentence = lines_[line].next()) {
+        compares() ? judge(rank, sentence->kind, sentence->words)
+                   : obey(sentence->kind, sentence->words);
+      }
+    } catch (const std::runtime_error&) {
+      lose(line);  // talks nonsense
+      return;
+    }
+    if (!stays) {
+      lose(line);
+    }
+  }
+
+  void lose(size_t line) {
+    lines_[line].close();
+    if (compares()) {
+      if (left_[line].empty()) {
+        left_[line] = kGone;
+        end_for_all(lost());
+      }
+    } else if (!root_left_) {
+      finish({Kind::RankLost, {0}, describe(0, "gone"), kGrace});
+    }
+  }
+
+  // The ranks that are no more there.
+  End lost() const {
+    std::vector<int> gone;
+    Milliseconds grace = kUnlimited;
+    for (size_t rank = 0; rank < left_.size(); ++rank) {
+      if (!left_[rank].empty()) {
+        gone.push_back(static_cast<int>(rank));
+        grace = left_[rank] == kGone ? kGrace : grace;
+      }
+    }
+    return {Kind::RankLost, gone,
+            describe(gone, [this](int rank) { return left_[static_cast<size_t>(rank)]; }), grace};
+  }
+
+  // What other threads of this rank have left to be said.
+  void tell_news() {
+    std::vector<News> news;
+    {
+      std::lock_guard lock(mutex_);
+      news.swap(news_);
+    }
+    for (auto& one : news) {
+      if (one.kind == kBroken) {
+        break_off(one);
+      } else {
+        say(one.kind, std::move(one.words));
+      }
+    }
+  }
+
+  // To rank 0, which may be this one.
+  void say(Says kind, Words words) {
+    if (compares()) {
+      judge(0, kind, words);
+    } else if (lines_[0].is_open()) {
+      lines_[0].say(kind, words);
+    }
+  }
+
+  // The data of a collective does not come: asks why.
+  void break_off(News& news) {
+    {
+      std::lock_guard lock(mutex_);
+      const auto found = running_.find(news.seq);
+      if (found == running_.end() || found->second.asked) {
+        return;
+      }
+      found->second.asked = true;
+      if (end_) {
+        found->second.late = Clock::now();
+        return;
+      }
+      found->second.late = after(kVerdict);
+      news.words.put(found->second.operation.op);
+    }
+    say(kBroken, std::move(news.words));
+  }
+
+  void look_at_the_clock() {
+    const auto now = Clock::now();
+    std::vector<std::pair<uint64_t, Words>> late;
+    bool silent = false;
+    {
+      std::lock_guard lock(mutex_);
+      for (auto& [seq, flight] : waiting_) {
+        if (end_ || flight.late > now) {
+          continue;
+        }
+        if (flight.asked) {
+          silent = true;  // rank 0 says nothing
+          continue;
+        }
+        flight.asked = true;
+        flight.late = after(kVerdict);
+        late.emplace_back(seq, Words()
+                                   .put(static_cast<int64_t>(seq))
+                                   .put(seconds(flight.operation.timeout))
+                                   .put(flight.operation.op));
+      }
+      for (const auto& [seq, flight] : running_) {
+        silent |= !end_ && flight.late <= now;
+      }
+    }
+    for (auto& [seq, words] : late) {
+      say(kLate, std::move(words));
+    }
+    if (silent) {
+      const std::string state = is_near(0) ? shm::process_state(members_[0].peer) : "silent";
+      finish({Kind::Timeout,
+              {0},
+              "the collectives must be done in time, got no answer from " + describe(0, state),
+              kGrace});
+    }
+    if (question_ && (question_->silent.empty() || question_->until <= now)) {
+      answer();
+    }
+  }
+
+  // Calls what other code has to do, without the lock.
+  void settle() {
+    std::vector<std::pair<uint64_t, std::function<void(uint64_t)>>> begins;
+    std::vector<Failed> fails;
+    size_t unbegun = 0;
+    {
+      std::lock_guard lock(mutex_);
+      begins.swap(begins_);
+      fails.swap(fails_);
+      unbegun = fails.size() + (end_ ? waiting_.size() : 0);
+      const auto now = Clock::now();
+      for (auto it = waiting_.begin(); end_ && it != waiting_.end();) {
+        fails.push_back({std::move(it->second.operation), {}});
+        fails.back().failure = told(*end_, fails.back().operation.op, it->first);
+        it = waiting_.erase(it);
+      }
+      for (auto it = running_.begin(); end_ && it != running_.end();) {
+        // Not before it is begun: that comes below.
+        const bool begun = std::none_of(begins.begin(), begins.end(),
+                                        [&](const auto& b) { return b.first == it->first; });
+        if (!begun || it->second.late > now) {
+          ++it;
+          continue;
+        }
+        fails.push_back({std::move(it->second.operation), {}});
+        fails.back().failure = told(*end_, fails.back().operation.op, it->first);
+        it = running_.erase(it);
+      }
+    }
+    for (auto& [seq, begin] : begins) {
+      try {
+        begin(seq);
+      } catch (const std::exception& error) {
+        broke(seq, error.what());
+      }
+    }
+    for (auto& failed : fails) {
+      failed.operation.fail(failed.failure);
+    }
+    {
+      std::lock_guard lock(mutex_);
+      unbegun_ -= begins.size() + unbegun;
+    }
+    changed_.notify_all();
+  }
+
+  void say_goodbye() {
+    for (auto& line : lines_) {
+      if (line.is_open()) {
+        line.say(kLeaving, {});
+      }
+    }
+    std::vector<Failed> fails;
+    {
+      std::lock_guard lock(mutex_);
+      for (auto* flights : {&waiting_, &running_}) {
+        for (auto& [seq, flight] : *flights) {
+          auto failure = end_ ? told(*end_, flight.operation.op, seq)
+                              : closed(flight.operation.op, seq, kDestroyed);
+          fails.push_back({std::move(flight.operation), std::move(failure)});
+        }
+        flights->clear();
+      }
+    }
+    for (auto& failed : fails) {
+      failed.operation.fail(failed.failure);
+    }
+    fails.clear();
+    {
+      std::lock_guard lock(mutex_);
+      has_left_ = true;
+      unbegun_ = 0;
+    }
+    changed_.notify_all();
+    linger();
+  }
+
+  // A connection closed with words in it that nobody has read takes back what was said last.
+  void linger() {
+    for (const auto& line : lines_) {
+      if (line.is_open()) {
+        ::shutdown(line.fd(), SHUT_WR);
+      }
+    }
+    for (const auto until = after(kVerdict); Clock::now() < until;) {
+      std::vector<pollfd> fds;
+      for (auto& line : lines_) {
+        if (line.is_open() && !line.listen(kLongest)) {
+          line.close();
+        }
+        while (line.next()) {
+        }
+        if (line.is_open()) {
+          fds.push_back({line.fd(), POLLIN, 0});
+        }
+      }
+      if (fds.empty()) {
+        break;
+      }
+      ::poll(fds.data(), fds.size(), 100);
+    }
+  }
+
+  // --- A rank's part
+  // --------------------------------------------------------------------------------------------
+
+  void obey(uint32_t kind, Words& words) {
+    switch (kind) {
+      case kGo:
+        go(static_cast<uint64_t>(words.number()));
+        break;
+      case kDiffer: {
+        const auto seq = static_cast<uint64_t>(words.number());
+        const auto text = words.text();
+        differ(seq, {text, words.numbers<int>()});
+        break;
+      }
+      case kPing:
+        say(kPong, {});
+        break;
+      case kOver:
+        finish(take_end(words));
+        break;
+      case kLeaving:
+        // Nothing else will be agreed.
+        root_left_ = true;
+        finish({Kind::RankLost, {0}, describe(0, kLeft), kUnlimited});
+        break;
+      default:
+        throw std::runtime_error("a sentence of an unknown kind");
+    }
+  }
+
+  void go(uint64_t seq) {
+    std::lock_guard lock(mutex_);
+    const auto found = waiting_.find(seq);
+    if (found == waiting_.end() || end_) {
+      return;
+    }
+    begins_.emplace_back(seq, std::move(found->second.operation.begin));
+    found->second.late = kNever;
+    found->second.asked = false;
+    running_.insert(waiting_.extract(found));
+  }
+
+  void differ(uint64_t seq, const Difference& how) {
+    std::lock_guard lock(mutex_);
+    const auto found = waiting_.find(seq);
+    if (found == waiting_.end()) {
+      return;
+    }
+    auto& operation = found->second.operation;
+    auto failure = failure_of(Kind::Mismatch, operation.op, seq, how.text, how.ranks);
+    fails_.push_back({std::move(operation), std::move(failure)});
+    waiting_.erase(found);
+  }
+
+  // The group is of no more use. The first reason stays.
+  void finish(End end) {
+    std::lock_guard lock(mutex_);
+    if (end_) {
+      return;
+    }
+    for (auto& [seq, flight] : running_) {
+      flight.late = flight.asked              ? Clock::now()
+                    : end.grace == kUnlimited ? kNever
+                                              : after(end.grace);
+    }
+    end_ = std::move(end);
+  }
+
+  // --- Rank 0's part
+  // --------------------------------------------------------------------------------------------
+
+  void judge(int rank, uint32_t kind, Words& words) {
+    const auto r = static_cast<size_t>(rank);
+    switch (kind) {
+      case kCalling: {
+        const auto seq = static_cast<uint64_t>(words.number());
+        if (seq != agreed_ + calls_[r].size() + 1) {
+          throw std::runtime_error("a call is missing");
+        }
+        calls_[r].push_back(take_called(words));
+        compare();
+        break;
+      }
+      case kLate: {
+        const auto seq = static_cast<uint64_t>(words.number());
+        const auto within = words.text();
+        ask({seq, kLate, words.text(), within, {}, {}});
+        break;
+      }
+      case kBroken: {
+        const auto seq = static_cast<uint64_t>(words.number());
+        const auto why = words.text();
+        ask({seq, kBroken, words.text(), why, {}, {}});
+        break;
+      }
+      case kPong:
+        if (question_) {
+          question_->silent.erase(rank);
+        }
+        break;
+      case kLeaving:
+        left_[r] = kLeft;
+        compare();
+        break;
+      case kAborting:
+        end_for_all({Kind::Closed,
+                     {rank},
+                     "the group must be alive, got an abort by rank " + std::to_string(rank),
+                     Milliseconds(0)});
+        break;
+      default:
+        throw std::runtime_error("a sentence of an unknown kind");
+    }
+  }
+
+  void compare() {
+    while (!is_finished() &&
+           std::none_of(calls_.begin(), calls_.end(), [](auto& c) { return c.empty(); })) {
+      ++agreed_;
+      std::vector<Called> calls;
+      for (auto& own : calls_) {
+        calls.push_back(std::move(own.front()));
+        own.pop_front();
+      }
+      Words words;
+      words.put(static_cast<int64_t>(agreed_));
+      if (const auto found = difference(calls, agreed_)) {
+        words.put(found->text).put(found->ranks);
+        say_to_all(kDiffer, words);
+        differ(agreed_, *found);
+      } else {
+        say_to_all(kGo, words);
+        go(agreed_);
+      }
+    }
+    const bool wanted =
+        std::any_of(calls_.begin(), calls_.end(), [](auto& c) { return !c.empty(); });
+    const bool missed = std::any_of(left_.begin(), left_.end(), [](auto& l) { return !l.empty(); });
+    if (wanted && missed) {
+      end_for_all(lost());
+    }
+  }
+
+  bool is_finished() const {
+    std::lock_guard lock(mutex_);
+    return end_.has_value();
+  }
+
+  void say_to_all(Says kind, const Words& words) {
+    for (auto& line : lines_) {
+      if (line.is_open()) {
+        line.say(kind, words);
+      }
+    }
+  }
+
+  void end_for_all(End end) {
+    if (is_finished()) {
+      return;
+    }
+    say_to_all(kOver, words_of(end));
+    finish(std::move(end));
+  }
+
+  // Ranks that have not called `seq`; where all have, all but this one.
+  std::vector<int> suspects(uint64_t seq) const {
+    std::vector<int> ranks;
+    for (size_t rank = 0; seq > agreed_ && rank < calls_.size(); ++rank) {
+      if (agreed_ + calls_[rank].size() < seq) {
+        ranks.push_back(static_cast<int>(rank));
+      }
+    }
+    for (size_t rank = 1; seq <= agreed_ && rank < calls_.size(); ++rank) {
+      ranks.push_back(static_cast<int>(rank));
+    }
+    return ranks;
+  }
+
+  void ask(Question question) {
+    if (question_ || is_finished() || (question.kind == kLate && question.seq <= agreed_)) {
+      return;
+    }
+    for (const int rank : suspects(question.seq)) {
+      if (rank != 0 && !is_near(rank)) {
+        question.silent.insert(rank);
+        lines_[static_cast<size_t>(rank)].say(kPing, {});
+      }
+    }
+    // A rank that is gone makes itself known meanwhile.
+    question.until = question.kind == kBroken  ? after(kPatience)
+                     : question.silent.empty() ? Clock::now()
+                                               : after(kPatience);
+    question_ = std::move(question);
+  }
+
+  std::string state_of(int rank) const {
+    return is_near(rank) ? shm::process_state(members_[static_cast<size_t>(rank)].peer)
+           : question_->silent.count(rank) != 0 ? "silent"
+                                                : "alive";
+  }
+
+  void answer() {
+    if (question_->kind == kBroken && question_->until > Clock::now()) {
+      return;
+    }
+    const Question question = *question_;
+    const uint64_t seq = question.seq;
+    auto ranks = suspects(seq);
+    if (question.kind == kLate) {
+      if (seq > agreed_) {
+        std::ostringstream text;
+        text << "the collective " << seq << " must be done within " << question.why
+             << ", got no answer from "
+             << describe(ranks, [this](int rank) { return state_of(rank); });
+        for (const int rank : ranks) {
+          const uint64_t at = agreed_ + calls_[static_cast<size_t>(rank)].size();
+          text << "; rank " << rank << " is "
+               << (at == 0 ? "before its first collective" : "at collective " + std::to_string(at));
+        }
+        end_for_all({Kind::Timeout, ranks, text.str(), kGrace});
+      }
+    } else {
+      std::erase_if(ranks, [this](int rank) {
+        const auto state = state_of(rank);
+        return state != "stopped" && state != "silent";
+      });
+      std::ostringstream text;
+      text << "the data of collective " << seq << " must arrive, got " << question.why;
+      if (!ranks.empty()) {
+        text << "; no answer from " << describe(ranks, [this](int rank) { return state_of(rank); });
+      }
+      end_for_all({Kind::Timeout, ranks, text.str(), kGrace});
+    }
+    question_.reset();
+  }
+
+  const shm::Place place_;
+  const uint64_t generation_;
+  const shm::Pipe wake_;
+  std::thread thread_;
+
+  mutable std::mutex mutex_;
+  mutable std::condition_variable changed_;
+  // Guarded by mutex_.
+  uint64_t count_ = 0;
+  bool leaving_ = false;
+  bool has_left_ = false;
+  size_t unbegun_ = 0;  // of the collectives that were called
+  std::vector<News> news_;
+  std::map<uint64_t, Flight> waiting_;  // for the other ranks to call it
+  std::map<uint64_t, Flight> running_;
+  std::vector<std::pair<uint64_t, std::function<void(uint64_t)>>> begins_;
+  std::vector<Failed> fails_;
+  std::optional<End> end_;
+
+  // The thread's own from here on.
+  std::vector<Line> lines_;
+  const std::vector<Member> members_;
+  bool root_left_ = false;
+  // Rank 0's: what each rank has called since the last collective on which all agreed.
+  uint64_t agreed_ = 0;
+  std::vector<std::deque<Called>> calls_;
+  std::vector<std::string> left_;  // how each rank has, empty: it has not
+  std::optional<Question> question_;
+};
+
+std::unique_ptr<Agreement> Agreement::join(const shm::KeyValueStore& store, const shm::Place& place,
+                                           Milliseconds timeout, const std::string& machine) {
+  auto impl = std::make_shared<Impl>(connect_star(store, place, timeout, machine), place);
+  return std::unique_ptr<Agreement>(new Agreement(std::move(impl)));
+}
+
+Agreement::Agreement(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {
+  impl_->start();
+}
+
+Agreement::~Agreement() {
+  leave();
+}
+
+void Agreement::leave() {
+  impl_->leave();
+}
+
+uint64_t Agreement::call(Operation operation) {
+  return impl_->call(std::move(operation));
+}
+
+uint64_t Agreement::count() const {
+  return impl_->count();
+}
+
+void Agreement::done(uint64_t seq) {
+  impl_->done(seq);
+}
+
+void Agreement::broke(uint64_t seq, const std::string& why) {
+  impl_->broke(seq, why);
+}
+
+bool Agreement::drain(Milliseconds timeout) const {
+  return impl_->drain(timeout);
+}
+
+std::optional<shm::Failure> Agreement::failure(const std::string& op, uint64_t seq,
+                                               Milliseconds patience) const {
+  return impl_->failure(op, seq, patience);
+}
+
+void Agreement::abort() {
+  impl_->abort();
+}
+
+}  // namespace c10d_ext

@@ -1,0 +1,68 @@
+#pragma once
+
+// How ranks that share no memory agree on what they do. Each tells rank 0 what it has called, over
+// a connection to it, and rank 0 tells all whether that fits together: nobody sends data before.
+// The same connections tell who is gone, and who does not come. No torch in here.
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "backends/agreement/called.h"
+#include "backends/shm/bootstrap.h"
+#include "backends/shm/engine.h"
+
+namespace c10d_ext {
+
+class Agreement {
+ public:
+  using Milliseconds = std::chrono::milliseconds;
+
+  // Both functions are called on a thread of the agreement's; `fail` on the caller's where the
+  // group is of no more use.
+  struct Operation {
+    std::string op;  // as the caller calls it
+    Called called;
+    Milliseconds timeout;
+    // All ranks have called it, as their collective `seq`.
+    std::function<void(uint64_t seq)> begin;
+    // Instead of `begin`, or after it where it was not done() by then.
+    std::function<void(const shm::Failure&)> fail;
+  };
+
+  // Collective over the ranks of `place`. Throws where they cannot reach rank 0 in time. `machine`:
+  // where this process runs, found out where it is empty.
+  static std::unique_ptr<Agreement> join(const shm::KeyValueStore& store, const shm::Place& place,
+                                         Milliseconds timeout, const std::string& machine = {});
+  ~Agreement();
+  // What is in flight, and what is called from now on, fails.
+  void leave();
+
+  // Its number among this rank's; the first is 1.
+  uint64_t call(Operation operation);
+  // How many have been called.
+  uint64_t count() const;
+  // The data of number `seq` is there.
+  void done(uint64_t seq);
+  // Its exchange broke off: it fails once it is known why.
+  void broke(uint64_t seq, const std::string& why);
+  // Waits until what has been called is begun, or has failed; false: not by then.
+  bool drain(Milliseconds timeout) const;
+  // Why collective `seq` (0: a message) cannot be done any more; waits that long for somebody to
+  // know it.
+  std::optional<shm::Failure> failure(const std::string& op, uint64_t seq,
+                                      Milliseconds patience) const;
+  // Ends the group on all ranks.
+  void abort();
+
+ private:
+  class Impl;
+  explicit Agreement(std::shared_ptr<Impl> impl);
+  const std::shared_ptr<Impl> impl_;
+};
+
+}  // namespace c10d_ext

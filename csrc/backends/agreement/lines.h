@@ -1,0 +1,115 @@
+#pragma once
+
+// Connections between rank 0 of a group and each of the others, for a few words at a time. No torch
+// in here.
+
+#include <chrono>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "backends/shm/bootstrap.h"
+#include "backends/shm/liveness.h"
+
+namespace c10d_ext {
+
+// What is said over a line: numbers and texts in the order in which they are taken out again.
+class Words {
+ public:
+  Words() = default;
+  explicit Words(std::string bytes) : bytes_(std::move(bytes)) {}
+
+  Words& put(int64_t number);
+  Words& put(const std::string& text);
+  template <class Number>
+  Words& put(const std::vector<Number>& numbers) {
+    put(static_cast<int64_t>(numbers.size()));
+    for (const Number number : numbers) {
+      put(static_cast<int64_t>(number));
+    }
+    return *this;
+  }
+
+  // Throw std::runtime_error where there is no such thing left.
+  int64_t number();
+  std::string text();
+  template <class Number = int64_t>
+  std::vector<Number> numbers() {
+    const auto count = size();
+    std::vector<Number> all;
+    for (size_t i = 0; i < count; ++i) {
+      all.push_back(static_cast<Number>(number()));
+    }
+    return all;
+  }
+
+  const std::string& bytes() const {
+    return bytes_;
+  }
+
+ private:
+  // A length, of something that may be there.
+  size_t size();
+
+  std::string bytes_;
+  size_t at_ = 0;
+};
+
+struct Sentence {
+  uint32_t kind;
+  Words words;
+};
+
+// One end of a connection. Nothing here blocks.
+class Line {
+ public:
+  Line() = default;
+  explicit Line(shm::Descriptor socket) : socket_(std::move(socket)) {}
+
+  bool is_open() const {
+    return static_cast<bool>(socket_);
+  }
+  int fd() const {
+    return socket_.get();
+  }
+  void close() {
+    socket_ = {};
+  }
+
+  // Sends it, or keeps what the connection does not take for flush().
+  void say(uint32_t kind, const Words& words);
+  void flush();
+  bool has_unsent() const {
+    return !unsent_.empty();
+  }
+
+  // Takes in what has come, at most `limit` bytes of one sentence. False: there will be no more.
+  bool listen(size_t limit);
+  std::optional<Sentence> next();
+
+ private:
+  shm::Descriptor socket_;
+  std::string unsent_, heard_;
+};
+
+// The process of a rank and where it runs.
+struct Member {
+  shm::Peer peer;
+  std::string machine;  // processes on the same one can see each other
+};
+
+struct Star {
+  // Rank 0 has one to every other rank, the others one to rank 0.
+  std::vector<Line> lines;
+  std::vector<Member> members;
+};
+
+// Collective over the ranks of `place`. Throws std::runtime_error, which names ranks or addresses,
+// where they do not find each other in time. `machine`: where this process runs, found out where it
+// is empty.
+Star connect_star(const shm::KeyValueStore& store, const shm::Place& place,
+                  std::chrono::milliseconds timeout, const std::string& machine);
+
+}  // namespace c10d_ext

@@ -1,0 +1,31 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+#include <string>
+
+#include "backends/shm/bootstrap.h"
+#include "core/gil.h"
+
+namespace c10d_ext {
+
+// What is kept in `store` under a prefix.
+inline shm::KeyValueStore part_of(const std::string& prefix,
+                                  const c10::intrusive_ptr<c10d::Store>& store) {
+  const auto keys = c10::make_intrusive<c10d::PrefixStore>(prefix, store);
+  shm::KeyValueStore values;
+  values.set = [keys](const std::string& key, const std::string& value) {
+    static_cast<c10d::Store&>(*keys).set(key, value);
+  };
+  values.get = [keys](const std::string& key, std::chrono::milliseconds timeout) {
+    keys->wait({key}, timeout);
+    return keys->get_to_str(key);
+  };
+  values.has = [keys](const std::string& key) { return keys->check({key}); };
+  values.interrupt = check_signals;
+  return values;
+}
+
+}  // namespace c10d_ext

@@ -1,0 +1,14 @@
+"""Ranks without shared memory that agree on their collectives: a program in C++.
+
+`make sanitize` runs it under the sanitizers.
+"""
+
+from __future__ import annotations
+
+from tests.native import build
+
+
+def test_agreement() -> None:
+    output = build.run(build.build("agreement_test", build.SOURCES))
+    print(output)
+    assert output.endswith("tests passed\n")

@@ -1,0 +1,508 @@
+// Ranks that agree on collectives, as threads of one process; the "data" of a collective is there
+// when a test says so. Run without arguments it runs every test; with arguments, those named.
+
+#include "backends/agreement/agreement.h"
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <sstream>
+#include <stdexcept>
+#include <thread>
+
+using namespace c10d_ext;
+using namespace std::chrono_literals;
+using Clock = std::chrono::steady_clock;
+using Kind = shm::Failure::Kind;
+using shm::Verb;
+
+#define CHECK(condition)                                                                 \
+  do {                                                                                   \
+    if (!(condition)) {                                                                  \
+      std::fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #condition); \
+      std::_Exit(1);                                                                     \
+    }                                                                                    \
+  } while (false)
+
+#define CHECK_HAS(text, part)                                                                 \
+  do {                                                                                        \
+    const std::string whole = text, piece = part;                                             \
+    if (whole.find(piece) == std::string::npos) {                                             \
+      std::fprintf(stderr, "%s:%d: '%s' has no '%s'\n", __FILE__, __LINE__, whole.c_str(),    \
+                   piece.c_str());                                                            \
+      std::_Exit(1);                                                                          \
+    }                                                                                         \
+  } while (false)
+
+namespace {
+
+constexpr auto kLong = 30s;  // for what should take milliseconds, on a busy machine
+
+class Store {
+ public:
+  shm::KeyValueStore view() {
+    shm::KeyValueStore values;
+    values.set = [this](const std::string& key, const std::string& value) {
+      std::lock_guard lock(mutex_);
+      values_[key] = value;
+    };
+    values.get = [this](const std::string& key, std::chrono::milliseconds) { return at(key); };
+    values.has = [this](const std::string& key) {
+      std::lock_guard lock(mutex_);
+      return values_.count(key) != 0;
+    };
+    return values;
+  }
+  std::string at(const std::string& key) {
+    std::lock_guard lock(mutex_);
+    return values_.at(key);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::string, std::string> values_;
+};
+
+// A call and what became of it, which its group may tell later.
+class Call {
+ public:
+  Agreement::Operation operation(Called called, std::chrono::milliseconds timeout) {
+    Agreement::Operation operation;
+    operation.op = std::string(name_of(called.verb));
+    operation.called = std::move(called);
+    operation.timeout = timeout;
+    operation.begin = [state = state_](uint64_t seq) {
+      std::lock_guard lock(state->mutex);
+      state->begun = seq;
+      state->changed.notify_all();
+    };
+    operation.fail = [state = state_](const shm::Failure& failure) {
+      std::lock_guard lock(state->mutex);
+      state->failure = failure;
+      state->changed.notify_all();
+    };
+    return operation;
+  }
+
+  // The number under which it began.
+  uint64_t begun() {
+    std::unique_lock lock(state_->mutex);
+    CHECK(state_->changed.wait_for(lock, kLong,
+                                   [this] { return state_->begun != 0 || state_->failure; }));
+    if (state_->failure) {
+      std::fprintf(stderr, "%s\n", state_->failure->text.c_str());
+    }
+    CHECK(!state_->failure);
+    return state_->begun;
+  }
+  shm::Failure failure() {
+    std::unique_lock lock(state_->mutex);
+    CHECK(state_->changed.wait_for(lock, kLong, [this] { return state_->failure.has_value(); }));
+    return *state_->failure;
+  }
+  bool has_begun() {
+    std::lock_guard lock(state_->mutex);
+    return state_->begun != 0;
+  }
+  bool has_failed() {
+    std::lock_guard lock(state_->mutex);
+    return state_->failure.has_value();
+  }
+
+ private:
+  struct State {
+    std::mutex mutex;
+    std::condition_variable changed;
+    uint64_t begun = 0;
+    std::optional<shm::Failure> failure;
+  };
+  const std::shared_ptr<State> state_ = std::make_shared<State>();
+};
+
+// `size` ranks, all at hand.
+class Ranks {
+ public:
+  // `apart`: on machines of their own.
+  explicit Ranks(int size, bool apart = false) : ranks_(static_cast<size_t>(size)) {
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < size; ++rank) {
+      threads.emplace_back([&, rank] {
+        ranks_[static_cast<size_t>(rank)] =
+            Agreement::join(store_.view(), {rank, size, "test"}, kLong,
+                            apart ? "machine " + std::to_string(rank) : "");
+      });
+    }
+    for (auto& thread : threads) {
+      thread.join();
+    }
+  }
+
+  Agreement& operator[](int rank) {
+    return *ranks_[static_cast<size_t>(rank)];
+  }
+  void drop(int rank) {
+    ranks_[static_cast<size_t>(rank)].reset();
+  }
+
+ private:
+  Store store_;
+  std::vector<std::unique_ptr<Agreement>> ranks_;
+};
+
+Called summed(int64_t count, const char* op = "sum") {
+  Called called;
+  called.verb = Verb::AllReduce;
+  called.unit = "float32";
+  called.count = count;
+  return std::move(called).reduced_by(op);
+}
+
+Called of(Verb verb) {
+  Called called;
+  called.verb = verb;
+  called.unit = "int64";
+  return called;
+}
+
+void begins_what_all_have_called() {
+  Ranks ranks(3);
+  constexpr uint64_t kCalls = 200;
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 3; ++rank) {
+    threads.emplace_back([&, rank] {
+      std::vector<Call> calls(kCalls);
+      for (auto& call : calls) {
+        const auto seq = ranks[rank].call(call.operation(summed(6), kLong));
+        CHECK(seq == static_cast<uint64_t>(&call - calls.data()) + 1);
+      }
+      CHECK(ranks[rank].drain(kLong));
+      for (uint64_t i = 0; i < kCalls; ++i) {
+        CHECK(calls[i].has_begun() && calls[i].begun() == i + 1);
+        ranks[rank].done(i + 1);
+      }
+      CHECK(ranks[rank].count() == kCalls);
+      CHECK(!ranks[rank].failure("all_reduce", 1, 0ms));
+    });
+  }
+  for (auto& thread : threads) {
+    thread.join();
+  }
+}
+
+void nothing_begins_before_all_have_called() {
+  Ranks ranks(3);
+  std::vector<Call> calls(3);
+  ranks[0].call(calls[0].operation(summed(6), kLong));
+  ranks[2].call(calls[2].operation(summed(6), kLong));
+  std::this_thread::sleep_for(100ms);
+  CHECK(!calls[0].has_begun() && !calls[2].has_begun());
+  CHECK(!ranks[0].drain(1ms));
+  ranks[1].call(calls[1].operation(summed(6), kLong));
+  for (auto& call : calls) {
+    CHECK(call.begun() == 1);
+  }
+}
+
+void ranks_that_disagree_all_hear_of_it() {
+  Ranks ranks(3);
+  const auto disagree = [&](const Called& odd, const Called& rest, std::vector<std::string> parts) {
+    std::vector<Call> calls(3);
+    for (int rank = 0; rank < 3; ++rank) {
+      ranks[rank].call(calls[static_cast<size_t>(rank)].operation(rank == 1 ? odd : rest, kLong));
+    }
+    for (auto& call : calls) {
+      const auto failure = call.failure();
+      CHECK(failure.kind == Kind::Mismatch && !call.has_begun());
+      for (const auto& part : parts) {
+        CHECK_HAS(failure.text, part);
+      }
+      CHECK_HAS(failure.text, ", group 'test')");
+    }
+    // It goes on.
+    std::vector<Call> next(3);
+    for (int rank = 0; rank < 3; ++rank) {
+      ranks[rank].call(next[static_cast<size_t>(rank)].operation(summed(1), kLong));
+    }
+    for (int rank = 0; rank < 3; ++rank) {
+      ranks[rank].done(next[static_cast<size_t>(rank)].begun());
+    }
+    return calls[0].failure().ranks;
+  };
+  const std::vector<int> one{1};
+  CHECK(disagree(summed(5), summed(6),
+                 {"all_reduce(6 x float32, sum) on ranks 0 and 2",
+                  "all_reduce(5 x float32, sum) on rank 1"}) == one);
+  CHECK(disagree(summed(6, "max"), summed(6), {"max) on rank 1", "sum) on ranks 0 and 2"}) == one);
+  CHECK(disagree(of(Verb::Barrier), summed(6), {"barrier() on rank 1"}) == one);
+  CHECK(disagree(of(Verb::Broadcast).rooted_at(1), of(Verb::Broadcast).rooted_at(0),
+                 {"root 1) on rank 1", "root 0) on ranks 0 and 2"}) == one);
+  CHECK(disagree(of(Verb::AllReduce).of_members({3, 5}), of(Verb::AllReduce).of_members({5, 3}),
+                 {"8 x int64 in 2 tensors of sizes 3, 5", "in 2 tensors of sizes 5, 3"}) == one);
+  CHECK(disagree(of(Verb::AllGather).gathered(2, {2, 2, 2}), of(Verb::AllGather).gathered(3, {3, 3, 3}),
+                 {"all_gather(3 x int64) on ranks 0 and 2", "all_gather(2 x int64) on rank 1"}) ==
+        one);
+  // Between two ranks.
+  CHECK((disagree(of(Verb::AllToAll).exchanged({1, 2, 3}, {2, 2, 2}),
+                  of(Verb::AllToAll).exchanged({2, 2, 2}, {2, 1, 2}),
+                  {"got 3 x int64 from rank 1 for rank 2, which expects 1"}) ==
+         std::vector<int>{1, 2}));
+}
+
+void uneven_parts_fit_where_their_sizes_do() {
+  Ranks ranks(3);
+  const std::vector<int64_t> sizes{4, 0, 7};
+  const auto all_begin = [&](const std::function<Called(int)>& called) {
+    std::vector<Call> calls(3);
+    for (int rank = 0; rank < 3; ++rank) {
+      ranks[rank].call(calls[static_cast<size_t>(rank)].operation(called(rank), kLong));
+    }
+    for (int rank = 0; rank < 3; ++rank) {
+      ranks[rank].done(calls[static_cast<size_t>(rank)].begun());
+    }
+  };
+  all_begin([&](int r) { return of(Verb::AllGather).gathered(sizes[static_cast<size_t>(r)], sizes); });
+  all_begin([&](int r) {
+    return of(Verb::ReduceScatter).scattered(sizes, sizes[static_cast<size_t>(r)]);
+  });
+  // Only the root knows that the parts differ.
+  all_begin([&](int r) {
+    return of(Verb::Gather).gathered_at(2, sizes[static_cast<size_t>(r)],
+                                        r == 2 ? sizes : std::vector<int64_t>(), 3);
+  });
+  all_begin([&](int r) {
+    return of(Verb::Scatter).scattered_from(0, sizes[static_cast<size_t>(r)],
+                                            r == 0 ? sizes : std::vector<int64_t>(), 3);
+  });
+}
+
+// The failures of ranks that call where `missing` does not.
+std::vector<shm::Failure> wait_for(Ranks& ranks, int size, int missing) {
+  std::vector<Call> calls(static_cast<size_t>(size));
+  std::vector<shm::Failure> failures;
+  for (int rank = 0; rank < size; ++rank) {
+    if (rank != missing) {
+      ranks[rank].call(calls[static_cast<size_t>(rank)].operation(summed(6), 200ms));
+    }
+  }
+  for (int rank = 0; rank < size; ++rank) {
+    if (rank != missing) {
+      failures.push_back(calls[static_cast<size_t>(rank)].failure());
+    }
+  }
+  return failures;
+}
+
+void who_does_not_come_is_named() {
+  for (const bool apart : {false, true}) {
+    for (const int missing : {0, 1}) {
+      Ranks ranks(3, apart);
+      for (const auto& failure : wait_for(ranks, 3, missing)) {
+        CHECK(failure.kind == Kind::Timeout && failure.ranks == std::vector<int>{missing});
+        CHECK_HAS(failure.text, "the collective 1 must be done within 0.2 s, got no answer from rank " +
+                                    std::to_string(missing) + " (pid " + std::to_string(getpid()));
+        CHECK_HAS(failure.text, "before its first collective");
+        if (apart && missing != 0) {
+          CHECK_HAS(failure.text, ", alive)");
+        }
+      }
+      // Nothing more is possible, on any rank.
+      for (int rank = 0; rank < 3; ++rank) {
+        Call call;
+        ranks[rank].call(call.operation(summed(6), kLong));
+        CHECK(call.failure().kind == Kind::Timeout);
+      }
+    }
+  }
+}
+
+void who_leaves_is_named() {
+  for (const int gone : {0, 2}) {
+    Ranks ranks(3);
+    std::vector<Call> first(3);
+    for (int rank = 0; rank < 3; ++rank) {
+      ranks[rank].call(first[static_cast<size_t>(rank)].operation(summed(6), kLong));
+    }
+    for (auto& call : first) {
+      CHECK(call.begun() == 1);
+    }
+    ranks[gone].done(1);
+    ranks.drop(gone);
+    for (const auto& failure : wait_for(ranks, 3, gone)) {
+      CHECK(failure.kind == Kind::RankLost && failure.ranks == std::vector<int>{gone});
+      CHECK_HAS(failure.text, "must live until the collective 2 is done, got rank " +
+                                  std::to_string(gone) + " (pid " + std::to_string(getpid()) +
+                                  ", left the group)");
+    }
+    // It has sent all of its own: what had begun may come to its end.
+    std::this_thread::sleep_for(1500ms);
+    CHECK(!first[1].has_failed());
+    ranks[1].done(1);
+  }
+}
+
+void leaving_ends_what_is_in_flight() {
+  Ranks ranks(2);
+  Call waiting, after;
+  ranks[1].call(waiting.operation(summed(6), kLong));
+  ranks[1].leave();
+  ranks[1].leave();
+  CHECK(waiting.failure().kind == Kind::Closed);
+  CHECK_HAS(waiting.failure().text, "got a destroyed one (rank 1/2, group 'test')");
+  ranks[1].call(after.operation(summed(6), kLong));
+  CHECK(after.failure().kind == Kind::Closed);
+}
+
+void an_abort_is_everybodys() {
+  Ranks ranks(3);
+  std::vector<Call> calls(3);
+  for (int rank = 0; rank < 3; ++rank) {
+    ranks[rank].call(calls[static_cast<size_t>(rank)].operation(summed(6), kLong));
+  }
+  for (auto& call : calls) {
+    call.begun();
+  }
+  ranks[2].abort();
+  for (auto& call : calls) {
+    CHECK(call.failure().kind == Kind::Closed);
+    CHECK_HAS(call.failure().text, "got an abort by rank 2");
+  }
+}
+
+void data_that_does_not_arrive_fails_everywhere() {
+  for (const bool apart : {false, true}) {
+    Ranks ranks(3, apart);
+    std::vector<Call> calls(3);
+    for (int rank = 0; rank < 3; ++rank) {
+      ranks[rank].call(calls[static_cast<size_t>(rank)].operation(summed(6), kLong));
+    }
+    for (auto& call : calls) {
+      call.begun();
+    }
+    ranks[0].done(1);
+    ranks[1].broke(1, "no route");
+    for (const size_t rank : {1, 2}) {
+      CHECK(calls[rank].failure().kind == Kind::Timeout);
+      CHECK_HAS(calls[rank].failure().text, "the data of collective 1 must arrive, got no route");
+    }
+    CHECK(!calls[0].has_failed());
+  }
+}
+
+void strangers_do_no_harm() {
+  constexpr int kSize = 2;
+  Store store;
+  std::unique_ptr<Agreement> ranks[kSize];
+  std::thread first([&] { ranks[0] = Agreement::join(store.view(), {0, kSize, "test"}, kLong); });
+  const auto keys = store.view();
+  while (!keys.has("lines")) {
+    std::this_thread::sleep_for(1ms);
+  }
+  std::istringstream where(store.at("lines"));
+  std::string token;
+  int port = 0;
+  where >> token >> port;
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<uint16_t>(port));
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  const auto say = [&](const std::string& text) {
+    const int fd = socket(AF_INET, SOCK_STREAM, 0);
+    CHECK(connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0);
+    CHECK(send(fd, text.data(), text.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(text.size()));
+    return fd;
+  };
+  const auto number = [](auto value) {
+    return std::string(reinterpret_cast<const char*>(&value), sizeof(value));
+  };
+  const std::vector<int> strangers{
+      say(""), say("GET / HTTP/1.1\r\n\r\n"), say(std::string(1 << 16, '\xff')),
+      // A hello with a token of the right length.
+      say(number(uint32_t{40}) + number(uint32_t{1}) + number(int64_t{32}) + std::string(32, '0')),
+      // One that ends too soon, and one whose text is longer than it.
+      say(number(uint32_t{4}) + number(uint32_t{1}) + "abcd"),
+      say(number(uint32_t{8}) + number(uint32_t{1}) + number(int64_t{-1})),
+  };
+  std::thread second([&] { ranks[1] = Agreement::join(store.view(), {1, kSize, "test"}, kLong); });
+  first.join();
+  second.join();
+  std::vector<Call> calls(kSize);
+  for (size_t rank = 0; rank < kSize; ++rank) {
+    ranks[rank]->call(calls[rank].operation(summed(6), kLong));
+  }
+  for (auto& call : calls) {
+    CHECK(call.begun() == 1);
+  }
+  for (const int fd : strangers) {
+    close(fd);
+  }
+}
+
+void joining_ends_at_the_deadline() {
+  for (const int rank : {0, 1}) {
+    Store store;
+    const auto begun = Clock::now();
+    try {
+      Agreement::join(store.view(), {rank, 3, "test"}, 200ms);
+      CHECK(false);
+    } catch (const std::runtime_error& error) {
+      CHECK_HAS(error.what(), rank == 0 ? "got nothing of ranks 1, 2" : "got nothing of it");
+    }
+    CHECK(Clock::now() - begun < kLong);
+  }
+  // Where nobody listens.
+  Store store;
+  store.view().set("lines", "token 1 127.0.0.1 nonsense");
+  try {
+    Agreement::join(store.view(), {1, 2, "test"}, kLong);
+    CHECK(false);
+  } catch (const std::runtime_error& error) {
+    CHECK_HAS(error.what(), "127.0.0.1 (Connection refused), nonsense (not an address)");
+  }
+}
+
+struct Test {
+  const char* name;
+  void (*run)();
+};
+#define TEST(name) {#name, name}
+
+constexpr Test kTests[] = {
+    TEST(begins_what_all_have_called),
+    TEST(nothing_begins_before_all_have_called),
+    TEST(ranks_that_disagree_all_hear_of_it),
+    TEST(uneven_parts_fit_where_their_sizes_do),
+    TEST(who_does_not_come_is_named),
+    TEST(who_leaves_is_named),
+    TEST(leaving_ends_what_is_in_flight),
+    TEST(an_abort_is_everybodys),
+    TEST(data_that_does_not_arrive_fails_everywhere),
+    TEST(strangers_do_no_harm),
+    TEST(joining_ends_at_the_deadline),
+};
+
+}  // namespace
+
+int main(int count, char** names) {
+  int ran = 0;
+  for (const auto& test : kTests) {
+    const auto asked_for = [&](const char* name) { return std::strcmp(name, test.name) == 0; };
+    if (count > 1 && std::none_of(names + 1, names + count, asked_for)) {
+      continue;
+    }
+    std::printf("%s\n", test.name);
+    std::fflush(stdout);
+    test.run();
+    ++ran;
+  }
+  std::printf("%d tests passed\n", ran);
+  return ran > 0 ? 0 : 1;
+}
