@@ -19,6 +19,8 @@
 #include <exception>
 #include <numeric>
 #include <sstream>
+#include <system_error>
+#include <thread>
 #include <type_traits>
 #include <utility>
 
@@ -40,6 +42,7 @@ namespace {
 using std::string_view;
 using Tensors = std::vector<at::Tensor>;
 using Sizes = std::vector<int64_t>;
+using shm::Verb;
 
 OverGloo::Connect& connect_backend() {
   // Never destroyed: it holds a Python function, and a group may outlive Python.
@@ -110,30 +113,30 @@ Sizes counts_of(const Tensors& tensors) {
   return counts;
 }
 
-c10d::OpType type_of(shm::Verb verb) {
+c10d::OpType type_of(Verb verb) {
   using c10d::OpType;
   switch (verb) {
-    case shm::Verb::Barrier:
+    case Verb::Barrier:
       return OpType::BARRIER;
-    case shm::Verb::AllReduce:
+    case Verb::AllReduce:
       return OpType::ALLREDUCE;
-    case shm::Verb::Reduce:
+    case Verb::Reduce:
       return OpType::REDUCE;
-    case shm::Verb::Broadcast:
+    case Verb::Broadcast:
       return OpType::BROADCAST;
-    case shm::Verb::AllGather:
+    case Verb::AllGather:
       return OpType::ALLGATHER;
-    case shm::Verb::ReduceScatter:
+    case Verb::ReduceScatter:
       return OpType::REDUCE_SCATTER;
-    case shm::Verb::AllToAll:
+    case Verb::AllToAll:
       return OpType::ALLTOALL_BASE;
-    case shm::Verb::Gather:
+    case Verb::Gather:
       return OpType::GATHER;
-    case shm::Verb::Scatter:
+    case Verb::Scatter:
       return OpType::SCATTER;
-    case shm::Verb::Send:
+    case Verb::Send:
       return OpType::SEND;
-    case shm::Verb::Recv:
+    case Verb::Recv:
       return OpType::RECV;
   }
   return OpType::UNKNOWN;
@@ -172,9 +175,16 @@ class AgreedWork final : public c10d::Work {
     seq_ = seq;
   }
 
-  // All ranks have called it, and `inner` is gloo's work.
+  // All ranks have called it, and `inner` is gloo's work, null where there is nothing to do.
   void follow(const c10::intrusive_ptr<c10d::Work>& inner, uint64_t seq,
               std::weak_ptr<Agreement> agreement) {
+    if (!inner) {
+      end(nullptr);
+      if (const auto group = agreement.lock()) {
+        group->done(seq);
+      }
+      return;
+    }
     const auto self = c10::intrusive_ptr<AgreedWork>::reclaim_copy(this);
     subscribe_to_future(*inner, [self, seq, agreement](std::exception_ptr error) {
       const auto group = agreement.lock();
@@ -191,6 +201,16 @@ class AgreedWork final : public c10d::Work {
 
   // The first end is the one that counts.
   void end(std::exception_ptr error) {
+    if (Agreement::is_here()) {
+      // A future's callback may wait for what the agreement has yet to begin.
+      const auto self = c10::intrusive_ptr<AgreedWork>::reclaim_copy(this);
+      try {
+        std::thread([self, error] { self->end(error); }).detach();
+        return;
+      } catch (const std::system_error&) {
+        // No thread to be had.
+      }
+    }
     {
       std::lock_guard lock(mutex_);
       if (over_) {
@@ -341,6 +361,11 @@ OverGloo::WorkPtr OverGloo::run(const Call& call, Tensors outputs, Finish finish
                 std::move(finish), call.timeout);
     if constexpr (std::is_void_v<decltype(start())>) {
       start();
+      if (!claim.has_work()) {
+        // No data, but the ranks meet.
+        attach(call.op, group_, {}, agree(call.op, *call.called, [] { return WorkPtr(); }),
+               Finish(), &subscribe_to_future);
+      }
       work = claim.take();
     } else {
       work = start();  // of a message, which nobody else waits for
@@ -464,8 +489,9 @@ OverGloo::WorkPtr OverGloo::broadcast(Tensors& tensors, const c10d::BroadcastOpt
   } else {
     check_written(op, "tensor", tensor);
   }
-  return run(Call::of(op, c10d::OpType::BROADCAST, opts), tensors, Finish(),
-             [&] { start_broadcast(op, group_, out, out, opts.rootRank); });
+  return run(Call::of(op, c10d::OpType::BROADCAST, opts,
+                      called(Verb::Broadcast, tensor, tensor.numel()).rooted_at(opts.rootRank)),
+             tensors, Finish(), [&] { start_broadcast(op, group_, out, out, opts.rootRank); });
 }
 
 OverGloo::WorkPtr OverGloo::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
@@ -476,8 +502,10 @@ OverGloo::WorkPtr OverGloo::allreduce(Tensors& tensors, const c10d::AllreduceOpt
   }
   check_written(op, "tensor", tensor);
   const auto reduction = reduction_of(op, opts.reduceOp, tensor.scalar_type());
-  return run(Call::of(op, c10d::OpType::ALLREDUCE, opts), tensors, Finish(),
-             [&] { start_all_reduce(op, group_, tensor, tensor, reduction); });
+  return run(
+      Call::of(op, c10d::OpType::ALLREDUCE, opts,
+               called(Verb::AllReduce, tensor, tensor.numel()).reduced_by(name_of(reduction.op))),
+      tensors, Finish(), [&] { start_all_reduce(op, group_, tensor, tensor, reduction); });
 }
 
 OverGloo::WorkPtr OverGloo::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
@@ -494,7 +522,7 @@ OverGloo::WorkPtr OverGloo::allreduce_sparse(Tensors& tensors, const c10d::Allre
   std::ostringstream shape;
   shape << " of shape " << tensor.sizes() << " with " << tensor.sparse_dim()
         << " sparse dimensions";
-  Called said = called(shm::Verb::AllReduce, tensor);
+  Called said = called(Verb::AllReduce, tensor);
   said.rest = shape.str();
   const auto call = Call::of(op, c10d::OpType::_ALLREDUCE_SPARSE, opts,
                              std::move(said).reduced_by(name_of(reduction.op)));
@@ -520,7 +548,11 @@ OverGloo::WorkPtr OverGloo::allreduce_coalesced(Tensors& tensors,
   constexpr string_view op = "all_reduce_coalesced";
   check_list(op, tensors);
   const auto reduction = reduction_of(op, opts.reduceOp, tensors[0].scalar_type());
-  return run(Call::of(op, c10d::OpType::ALLREDUCE_COALESCED, opts), tensors, Finish(),
+  return run(Call::of(op, c10d::OpType::ALLREDUCE_COALESCED, opts,
+                      called(Verb::AllReduce, tensors[0])
+                          .of_members(counts_of(tensors))
+                          .reduced_by(name_of(reduction.op))),
+             tensors, Finish(),
              [&] { start_all_reduce_coalesced(op, group_, tensors, tensors, reduction); });
 }
 
@@ -530,7 +562,11 @@ OverGloo::WorkPtr OverGloo::reduce(Tensors& tensors, const c10d::ReduceOptions& 
   check_root(op, opts.rootRank);
   check_written(op, "tensor", tensor);
   const auto reduction = reduction_of(op, opts.reduceOp, tensor.scalar_type());
-  return run(Call::of(op, c10d::OpType::REDUCE, opts), tensors, Finish(),
+  return run(Call::of(op, c10d::OpType::REDUCE, opts,
+                      called(Verb::Reduce, tensor, tensor.numel())
+                          .reduced_by(name_of(reduction.op))
+                          .rooted_at(opts.rootRank)),
+             tensors, Finish(),
              [&] { start_reduce(op, group_, tensor, tensor, reduction, opts.rootRank); });
 }
 
@@ -545,7 +581,7 @@ OverGloo::WorkPtr OverGloo::allgather(std::vector<Tensors>& outputs, Tensors& in
   check_all_written(op, parts);
   const auto call =
       Call::of(op, c10d::OpType::ALLGATHER, opts,
-               called(shm::Verb::AllGather, input).gathered(input.numel(), counts_of(parts)));
+               called(Verb::AllGather, input).gathered(input.numel(), counts_of(parts)));
   return all_gather_bytes(call, bytes_of(dense(input)), sizes_of(parts), parts);
 }
 
@@ -556,8 +592,10 @@ OverGloo::WorkPtr OverGloo::_allgather_base(at::Tensor& output, at::Tensor& inpu
   check_tensor(op, "input", input);
   check_written(op, "output", output);
   check_whole(op, "output", output, "input", input);
-  return run(Call::of(op, c10d::OpType::_ALLGATHER_BASE, opts), {output}, Finish(),
-             [&] { start_all_gather(op, group_, apart(input, output), output); });
+  return run(
+      Call::of(op, c10d::OpType::_ALLGATHER_BASE, opts,
+               called(Verb::AllGather, input).gathered(input.numel(), Sizes(size_, input.numel()))),
+      {output}, Finish(), [&] { start_all_gather(op, group_, apart(input, output), output); });
 }
 
 OverGloo::WorkPtr OverGloo::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -575,7 +613,7 @@ OverGloo::WorkPtr OverGloo::allgather_coalesced(std::vector<Tensors>& outputs, T
   const at::Tensor own = packed(inputs);
   C10D_EXT_CHECK_VALUE(own.numel() == sizes[rank_], op, group_, "outputs[", rank_,
                        "], this rank's, must have as many elements as the inputs, got others");
-  Called said = called(shm::Verb::AllGather, inputs[0]);
+  Called said = called(Verb::AllGather, inputs[0]);
   said.rest = c10::str(" in ", inputs.size(), " tensors for each rank");
   const auto call =
       Call::of(op, c10d::OpType::ALLGATHER_COALESCED, opts,
@@ -603,7 +641,7 @@ OverGloo::WorkPtr OverGloo::allgather_into_tensor_coalesced(Tensors& outputs, Te
     }
   };
   const auto call = Call::of(op, c10d::OpType::ALLGATHER_COALESCED, opts,
-                             called(shm::Verb::AllGather, inputs[0]).of_members(counts_of(inputs)));
+                             called(Verb::AllGather, inputs[0]).of_members(counts_of(inputs)));
   return run(call, outputs, std::move(finish), [&] { start_all_gather(op, group_, own, all); });
 }
 
@@ -627,7 +665,7 @@ OverGloo::WorkPtr OverGloo::gather(std::vector<Tensors>& outputs, Tensors& input
   in[opts.rootRank] = static_cast<int64_t>(input.nbytes());
   const auto call =
       Call::of(op, c10d::OpType::GATHER, opts,
-               called(shm::Verb::Gather, input)
+               called(Verb::Gather, input)
                    .gathered_at(opts.rootRank, input.numel(), counts_of(parts), size_));
   return exchange_bytes(call, bytes_of(dense(input)), parts, in,
                         parts.empty() ? Sizes(size_, 0) : sizes_of(parts));
@@ -651,7 +689,7 @@ OverGloo::WorkPtr OverGloo::scatter(Tensors& outputs, std::vector<Tensors>& inpu
   out[opts.rootRank] = static_cast<int64_t>(output.nbytes());
   const auto call =
       Call::of(op, c10d::OpType::SCATTER, opts,
-               called(shm::Verb::Scatter, output)
+               called(Verb::Scatter, output)
                    .scattered_from(opts.rootRank, output.numel(), counts_of(parts), size_));
   return exchange_bytes(call, packed(parts), {output},
                         parts.empty() ? Sizes(size_, 0) : sizes_of(parts), out);
@@ -672,13 +710,17 @@ OverGloo::WorkPtr OverGloo::reduce_scatter(Tensors& outputs, std::vector<Tensors
   }
   const bool even = std::equal(counts.begin() + 1, counts.end(), counts.begin());
   const at::Tensor source = span_of(packed(parts), output.dtype(), 0, sum_of(counts));
-  return run(Call::of(op, c10d::OpType::REDUCE_SCATTER, opts), outputs, Finish(), [&] {
-    if (even) {
-      start_reduce_scatter(op, group_, source, output, reduction);
-    } else {
-      start_reduce_scatter_uneven(op, group_, source, output, reduction, counts);
-    }
-  });
+  return run(Call::of(op, c10d::OpType::REDUCE_SCATTER, opts,
+                      called(Verb::ReduceScatter, output)
+                          .scattered(counts, output.numel())
+                          .reduced_by(name_of(reduction.op))),
+             outputs, Finish(), [&] {
+               if (even) {
+                 start_reduce_scatter(op, group_, source, output, reduction);
+               } else {
+                 start_reduce_scatter_uneven(op, group_, source, output, reduction, counts);
+               }
+             });
 }
 
 OverGloo::WorkPtr OverGloo::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -688,7 +730,11 @@ OverGloo::WorkPtr OverGloo::_reduce_scatter_base(at::Tensor& output, at::Tensor&
   check_written(op, "output", output);
   check_whole(op, "input", input, "output", output);
   const auto reduction = reduction_of(op, opts.reduceOp, output.scalar_type());
-  return run(Call::of(op, c10d::OpType::_REDUCE_SCATTER_BASE, opts), {output}, Finish(),
+  return run(Call::of(op, c10d::OpType::_REDUCE_SCATTER_BASE, opts,
+                      called(Verb::ReduceScatter, output)
+                          .scattered(Sizes(size_, output.numel()), output.numel())
+                          .reduced_by(name_of(reduction.op))),
+             {output}, Finish(),
              [&] { start_reduce_scatter(op, group_, apart(input, output), output, reduction); });
 }
 
@@ -701,7 +747,11 @@ OverGloo::WorkPtr OverGloo::reduce_scatter_tensor_coalesced(
   }
   check_list(op, outputs);
   const auto reduction = reduction_of(op, opts.reduceOp, outputs[0].scalar_type());
-  return run(Call::of(op, c10d::OpType::REDUCE_SCATTER, opts), outputs, Finish(),
+  return run(Call::of(op, c10d::OpType::REDUCE_SCATTER, opts,
+                      called(Verb::ReduceScatter, outputs[0])
+                          .of_members(counts_of(outputs))
+                          .reduced_by(name_of(reduction.op))),
+             outputs, Finish(),
              [&] { start_reduce_scatter_coalesced(op, group_, inputs, outputs, reduction); });
 }
 
@@ -717,7 +767,8 @@ OverGloo::WorkPtr OverGloo::alltoall_base(at::Tensor& output, at::Tensor& input,
                        output.scalar_type());
   const auto in = elements_of(op, "input", input, input_splits);
   const auto out = elements_of(op, "output", output, output_splits);
-  const auto call = Call::of(op, c10d::OpType::ALLTOALL_BASE, opts);
+  const auto call = Call::of(op, c10d::OpType::ALLTOALL_BASE, opts,
+                             called(Verb::AllToAll, output).exchanged(in, out));
   const at::Tensor source = apart(input, output).view({-1});
   if (!is_dense(output)) {
     const at::Tensor received = at::empty({output.numel()}, output.options());
@@ -744,9 +795,9 @@ OverGloo::WorkPtr OverGloo::alltoall(Tensors& outputs, Tensors& inputs,
   C10D_EXT_CHECK_VALUE(inputs[rank_].nbytes() == outputs[rank_].nbytes(), op, group_, "outputs[",
                        rank_, "], which inputs[", rank_, "] goes to, must have its size, ",
                        inputs[rank_].sizes(), ", got ", outputs[rank_].sizes());
-  const auto call = Call::of(
-      op, c10d::OpType::ALLTOALL, opts,
-      called(shm::Verb::AllToAll, outputs[0]).exchanged(counts_of(inputs), counts_of(outputs)));
+  const auto call =
+      Call::of(op, c10d::OpType::ALLTOALL, opts,
+               called(Verb::AllToAll, outputs[0]).exchanged(counts_of(inputs), counts_of(outputs)));
   return exchange_bytes(call, packed(inputs), outputs, sizes_of(inputs), sizes_of(outputs));
 }
 
@@ -774,7 +825,7 @@ OverGloo::WorkPtr OverGloo::recvAnysource(Tensors& tensors, int tag) {
 }
 
 OverGloo::WorkPtr OverGloo::barrier(const c10d::BarrierOptions& opts) {
-  const auto call = Call::of("barrier", c10d::OpType::BARRIER, opts);
+  const auto call = Call::of("barrier", c10d::OpType::BARRIER, opts, Called());
   return run(call, {}, Finish(), [&] {
     const at::Tensor nothing = empty_bytes(0);
     start_barrier(call.op, group_, nothing, nothing);

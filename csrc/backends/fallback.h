@@ -139,12 +139,12 @@ class OverGloo final : public c10d::Backend, private VerbChecks {
     c10d::OpType type;
     bool async;
     Milliseconds timeout;
-    // What it says to the other ranks, where the exchange that carries it out says something else.
+    // What a collective says to the other ranks, in place of what the exchange that carries it out
+    // says.
     std::optional<Called> called;
 
     template <class Options>
-    static Call of(std::string_view op, c10d::OpType type, const Options& opts,
-                   std::optional<Called> called = std::nullopt) {
+    static Call of(std::string_view op, c10d::OpType type, const Options& opts, Called called) {
       const bool own = opts.timeout > Milliseconds(0);
       return {op, type, opts.asyncOp, own ? opts.timeout : c10d::kUnsetTimeout, std::move(called)};
     }

@@ -129,7 +129,7 @@ class Channel {
   void say(Say&& what) {
     if (over_gloo_ != nullptr) {
       const auto* claim = Claim::here();
-      called_ = claim != nullptr && claim->called() != nullptr ? *claim->called() : what();
+      called_ = claim != nullptr ? *claim->called() : what();
     }
   }
 

@@ -53,8 +53,8 @@ void attach(std::string_view op, const Group& group, at::TensorList outputs,
 // writes: attach() leaves no entry anywhere. For one collective, or messages, of a backend.
 class Claim {
  public:
-  // `backend`: whose verb it is. `called`: what the verb says to the other ranks, null: what the
-  // exchange says that it uses. `outputs`: what result() and the future of the work hold. `finish`:
+  // `backend`: whose verb it is. `called`: what the verb says to the other ranks, null: nothing.
+  // `outputs`: what result() and the future of the work hold. `finish`:
   // done on this rank after all that the collective itself leaves to do. `timeout`: of the call,
   // negative: the group's.
   Claim(OverGloo& backend, const Called* called, c10d::OpType type, std::vector<at::Tensor> outputs,
@@ -79,6 +79,10 @@ class Claim {
     return timeout_;
   }
 
+  // Whether something is in flight.
+  bool has_work() const {
+    return work_ != nullptr;
+  }
   // The work, finished already where nothing is in flight. Once.
   c10::intrusive_ptr<c10d::Work> take();
 

@@ -162,6 +162,17 @@ def _ours() -> None:
         _is_empty()
 
 
+def _callbacks_may_wait() -> None:
+    """Also those of collectives without data, which end on no thread of gloo's."""
+    with fallen_back():
+        for size in (0, 3):
+            first = dist.all_reduce(torch.ones(size), async_op=True)
+            x = torch.ones(2)
+            later = first.get_future().then(lambda _, x=x: dist.all_reduce(x))
+            later.wait()
+            assert x.tolist() == [dist.get_world_size()] * 2
+
+
 def _ours_and_torchs_meet() -> None:
     """Ranks that call this package, and ranks that call torch."""
     n, rank = dist.get_world_size(), dist.get_rank()
@@ -252,6 +263,6 @@ def _ends() -> None:
 def test_what_is_its_own(size: int) -> None:
     for fn in (
         *(_says_what_is_wrong, _mixed_lists, _ours, _ours_and_torchs_meet, _in_a_block),
-        *(_times_out, _ends),
+        *(_callbacks_may_wait, _times_out, _ends),
     ):
         run(size, fn, backend="gloo")

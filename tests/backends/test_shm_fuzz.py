@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from tests.backends.verbs import BY_NAME, VERBS, How, Shape, Tensors, inputs_of
 from tests.contract import gaps
 from tests.harness import run, values
+from tests.harness.worker import FALLBACK
 from torch_c10d_ext.errors import CollectiveMismatch
 
 SIZE = 4
@@ -254,9 +255,14 @@ def bounded(seconds: float) -> Callable[[], bool]:
     return left
 
 
+# shm itself, and its verbs over gloo where ranks cannot share memory.
+everywhere = pytest.mark.parametrize("backend", ["shm", FALLBACK])
+
+
+@everywhere
 @pytest.mark.timeout(max(300, 2 * SECONDS))
-def test_random_programs() -> None:
-    left = bounded(SECONDS or 15)
+def test_random_programs(backend: str) -> None:
+    left = bounded(SECONDS or 8)
     ran = []
 
     @FUZZ
@@ -264,7 +270,7 @@ def test_random_programs() -> None:
     def programs_run(program: list[Step]) -> None:
         if left():
             ran.append(program)
-            for rank, wrong in enumerate(run(SIZE, execute, program, backend="shm", deadline=60)):
+            for rank, wrong in enumerate(run(SIZE, execute, program, backend=backend, deadline=60)):
                 assert not wrong, f"rank {rank}: {wrong}\nof {program}"
 
     programs_run()
@@ -289,9 +295,10 @@ def departures(draw: Any) -> tuple[list[Step], Departure]:
     return program, Departure(at, draw(st.integers(0, 7)), what)
 
 
+@everywhere
 @pytest.mark.timeout(max(300, 2 * SECONDS))
-def test_random_programs_with_a_rank_that_departs() -> None:
-    left = bounded(SECONDS or 15)
+def test_random_programs_with_a_rank_that_departs(backend: str) -> None:
+    left = bounded(SECONDS or 8)
     ran = []
 
     @FUZZ
@@ -299,7 +306,7 @@ def test_random_programs_with_a_rank_that_departs() -> None:
     def programs_run(drawn: tuple[list[Step], Departure]) -> None:
         if left():
             ran.append(drawn)
-            for rank, wrong in enumerate(run(SIZE, execute, *drawn, backend="shm", deadline=60)):
+            for rank, wrong in enumerate(run(SIZE, execute, *drawn, backend=backend, deadline=60)):
                 assert not wrong, f"rank {rank}: {wrong}\nof {drawn}"
 
     programs_run()

@@ -110,6 +110,8 @@ struct End {
   Milliseconds grace;
 };
 
+thread_local bool agreeing_here = false;
+
 // Ranks that left in good order have sent what they owe.
 constexpr Milliseconds kUnlimited{-1};
 
@@ -413,6 +415,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   // -----------------------------------------------------------------------------------------------
 
   void run() {
+    agreeing_here = true;
     while (!is_over()) {
       std::vector<pollfd> fds{{wake_.read_end.get(), POLLIN, 0}};
       std::vector<size_t> of;
@@ -1008,6 +1011,10 @@ bool Agreement::drain(Milliseconds timeout) const {
 std::optional<shm::Failure> Agreement::failure(const std::string& op, uint64_t seq,
                                                Milliseconds patience) const {
   return impl_->failure(op, seq, patience);
+}
+
+bool Agreement::is_here() {
+  return agreeing_here;
 }
 
 void Agreement::abort() {

@@ -56,6 +56,8 @@ class Agreement {
   // know it.
   std::optional<shm::Failure> failure(const std::string& op, uint64_t seq,
                                       Milliseconds patience) const;
+  // Whether this is an agreement's thread, on which nothing may wait.
+  static bool is_here();
   // Ends the group on all ranks.
   void abort();
 
