@@ -118,6 +118,7 @@ class OverGloo(dist.Backend):
         timeout: timedelta,
         group_name: str,
         global_ranks: list[int],
+        strict: bool,
     ) -> None: ...
     @property
     def gloo(self) -> dist.Backend: ...

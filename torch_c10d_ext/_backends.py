@@ -83,9 +83,8 @@ def _connect(
     store: Any, rank: int, size: int, timeout: dt.timedelta, name: str, global_ranks: list[int]
 ) -> Any:
     """A group's backend: shm, or its verbs over gloo on all ranks if they cannot share memory."""
-    backend, why_not = _C.connect_shm(
-        store, rank, size, timeout, name, global_ranks, **shm_settings()
-    )
+    settings = shm_settings()
+    backend, why_not = _C.connect_shm(store, rank, size, timeout, name, global_ranks, **settings)
     if backend is not None:
         return backend
     if rank == 0 and why_not not in _told:
@@ -95,7 +94,7 @@ def _connect(
         )
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)
     gloo._set_sequence_number_for_group()
-    return _C.OverGloo(gloo, store, timeout, name, global_ranks)
+    return _C.OverGloo(gloo, store, timeout, name, global_ranks, settings["strict"])
 
 
 def _close() -> None:

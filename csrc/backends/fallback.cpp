@@ -294,12 +294,16 @@ constexpr std::chrono::milliseconds kExplained{500};
 
 }  // namespace
 
-Called called(shm::Verb verb, const at::Tensor& t, int64_t count) {
-  const auto dtype = dtype_of(t.scalar_type());
+Called called(Verb verb, at::TensorList like, int64_t count) {
+  const auto scalar_type = like.front().scalar_type();
+  const auto dtype = dtype_of(scalar_type);
   Called called;
   called.verb = verb;
-  called.unit = dtype == shm::DType::Bytes ? c10::toString(t.scalar_type()) : shm::name_of(dtype);
+  called.unit = dtype == shm::DType::Bytes ? c10::toString(scalar_type) : shm::name_of(dtype);
   called.count = count;
+  for (const auto& t : like) {
+    called.shapes = shm::add_shape(called.shapes, t.sizes().data(), static_cast<size_t>(t.dim()));
+  }
   return called;
 }
 
@@ -308,10 +312,11 @@ void OverGloo::set_connect(Connect connect) {
 }
 
 OverGloo::OverGloo(c10::intrusive_ptr<c10d::Backend> gloo, c10::intrusive_ptr<c10d::Store> store,
-                   const Options& options)
+                   const Options& options, bool strict)
     : c10d::Backend(gloo->getRank(), gloo->getSize()),
       VerbChecks(group_),
       options_(options),
+      strict_(strict),
       store_(std::move(store)),
       gloo_(std::move(gloo)),
       group_(
@@ -387,6 +392,9 @@ OverGloo::WorkPtr OverGloo::agree(string_view op, Called called, std::function<W
   const auto* claim = Claim::here();
   const auto own = claim != nullptr ? claim->timeout() : c10d::kUnsetTimeout;
   auto work = c10::make_intrusive<AgreedWork>(op, type_of(called.verb), group_);
+  if (!strict_) {
+    called.shapes = 0;
+  }
   Agreement::Operation operation;
   operation.op = op;
   operation.called = std::move(called);
@@ -549,7 +557,7 @@ OverGloo::WorkPtr OverGloo::allreduce_coalesced(Tensors& tensors,
   check_list(op, tensors);
   const auto reduction = reduction_of(op, opts.reduceOp, tensors[0].scalar_type());
   return run(Call::of(op, c10d::OpType::ALLREDUCE_COALESCED, opts,
-                      called(Verb::AllReduce, tensors[0])
+                      called(Verb::AllReduce, tensors)
                           .of_members(counts_of(tensors))
                           .reduced_by(name_of(reduction.op))),
              tensors, Finish(),
@@ -581,7 +589,7 @@ OverGloo::WorkPtr OverGloo::allgather(std::vector<Tensors>& outputs, Tensors& in
   check_all_written(op, parts);
   const auto call =
       Call::of(op, c10d::OpType::ALLGATHER, opts,
-               called(Verb::AllGather, input).gathered(input.numel(), counts_of(parts)));
+               called(Verb::AllGather, parts).gathered(input.numel(), counts_of(parts)));
   return all_gather_bytes(call, bytes_of(dense(input)), sizes_of(parts), parts);
 }
 
@@ -613,7 +621,7 @@ OverGloo::WorkPtr OverGloo::allgather_coalesced(std::vector<Tensors>& outputs, T
   const at::Tensor own = packed(inputs);
   C10D_EXT_CHECK_VALUE(own.numel() == sizes[rank_], op, group_, "outputs[", rank_,
                        "], this rank's, must have as many elements as the inputs, got others");
-  Called said = called(Verb::AllGather, inputs[0]);
+  Called said = called(Verb::AllGather, parts);
   said.rest = c10::str(" in ", inputs.size(), " tensors for each rank");
   const auto call =
       Call::of(op, c10d::OpType::ALLGATHER_COALESCED, opts,
@@ -641,7 +649,7 @@ OverGloo::WorkPtr OverGloo::allgather_into_tensor_coalesced(Tensors& outputs, Te
     }
   };
   const auto call = Call::of(op, c10d::OpType::ALLGATHER_COALESCED, opts,
-                             called(Verb::AllGather, inputs[0]).of_members(counts_of(inputs)));
+                             called(Verb::AllGather, inputs).of_members(counts_of(inputs)));
   return run(call, outputs, std::move(finish), [&] { start_all_gather(op, group_, own, all); });
 }
 
@@ -748,7 +756,7 @@ OverGloo::WorkPtr OverGloo::reduce_scatter_tensor_coalesced(
   check_list(op, outputs);
   const auto reduction = reduction_of(op, opts.reduceOp, outputs[0].scalar_type());
   return run(Call::of(op, c10d::OpType::REDUCE_SCATTER, opts,
-                      called(Verb::ReduceScatter, outputs[0])
+                      called(Verb::ReduceScatter, outputs)
                           .of_members(counts_of(outputs))
                           .reduced_by(name_of(reduction.op))),
              outputs, Finish(),
@@ -938,17 +946,19 @@ void OverGloo::shutdown() {
 void bind_fallback(pybind11::module_& m) {
   namespace py = pybind11;
   py::class_<OverGloo, c10::intrusive_ptr<OverGloo>, c10d::Backend>(m, "OverGloo")
-      .def(py::init([](c10::intrusive_ptr<c10d::Backend> gloo,
-                       c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds timeout,
-                       const std::string& group_name, std::vector<uint64_t> global_ranks) {
-             c10d::Backend::Options options("shm", timeout);
-             options.group_name = group_name;
-             options.global_ranks_in_group = std::move(global_ranks);
-             const py::gil_scoped_release waits;
-             return c10::make_intrusive<OverGloo>(std::move(gloo), std::move(store), options);
-           }),
-           py::arg("gloo"), py::arg("store"), py::arg("timeout"), py::arg("group_name"),
-           py::arg("global_ranks"))
+      .def(
+          py::init([](c10::intrusive_ptr<c10d::Backend> gloo, c10::intrusive_ptr<c10d::Store> store,
+                      std::chrono::milliseconds timeout, const std::string& group_name,
+                      std::vector<uint64_t> global_ranks, bool strict) {
+            c10d::Backend::Options options("shm", timeout);
+            options.group_name = group_name;
+            options.global_ranks_in_group = std::move(global_ranks);
+            const py::gil_scoped_release waits;
+            return c10::make_intrusive<OverGloo>(std::move(gloo), std::move(store), options,
+                                                 strict);
+          }),
+          py::arg("gloo"), py::arg("store"), py::arg("timeout"), py::arg("group_name"),
+          py::arg("global_ranks"), py::arg("strict"))
       .def_property_readonly("gloo", &OverGloo::gloo, "The backend that does the work.");
   m.def("set_fallback_connect", &OverGloo::set_connect, py::arg("connect"));
 }

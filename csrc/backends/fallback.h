@@ -45,8 +45,9 @@ class OverGloo final : public c10d::Backend, private VerbChecks {
   static void set_connect(Connect connect);
 
   // Collective: meets the other ranks.
+  // `strict`: shapes must agree, and not only sizes.
   OverGloo(c10::intrusive_ptr<c10d::Backend> gloo, c10::intrusive_ptr<c10d::Store> store,
-           const Options& options);
+           const Options& options, bool strict);
   ~OverGloo() override;
 
   // `begin` begins the collective at gloo, on another thread, once all ranks have called the same.
@@ -171,6 +172,7 @@ class OverGloo final : public c10d::Backend, private VerbChecks {
                                            Milliseconds timeout) const;
 
   const Options options_;
+  const bool strict_;
   const c10::intrusive_ptr<c10d::Store> store_;
   c10::intrusive_ptr<c10d::Backend> gloo_;
   // Of this backend's name, with gloo as its only backend.
@@ -190,8 +192,8 @@ class OverGloo final : public c10d::Backend, private VerbChecks {
   std::vector<WorkPtr> batch_;
 };
 
-// What a rank says of a collective of tensors like `t`.
-Called called(shm::Verb verb, const at::Tensor& t, int64_t count = -1);
+// What a rank says of a collective of tensors like these, at least one.
+Called called(shm::Verb verb, at::TensorList like, int64_t count = -1);
 
 void bind_fallback(pybind11::module_& m);
 

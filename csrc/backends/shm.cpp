@@ -208,7 +208,7 @@ class ShmBackend::Flight final : public shm::Operation {
     r.factor = {};
     r.root = r.peer = -1;
     r.tag = 0;
-    r.shape_hash = r.members = r.members_hash = 0;
+    r.shapes = r.members = r.members_hash = 0;
     travel_dtype_.reset();
     has_dtype_ = false;
     outputs_.clear();
@@ -278,10 +278,7 @@ class ShmBackend::Flight final : public shm::Operation {
   }
   // What is compared on all ranks.
   void add_shape(const at::Tensor& t) {
-    request.shape_hash = mix(request.shape_hash, static_cast<uint64_t>(t.dim()));
-    for (const auto size : t.sizes()) {
-      request.shape_hash = mix(request.shape_hash, static_cast<uint64_t>(size));
-    }
+    request.shapes = shm::add_shape(request.shapes, t.sizes().data(), static_cast<size_t>(t.dim()));
   }
   uint64_t member_bytes() const {
     return shm::bytes_of(request.verb == shm::Verb::ReduceScatter ? request.targets[0]
@@ -340,7 +337,7 @@ class ShmBackend::Flight final : public shm::Operation {
     }
     append(request.sources, other->request.sources);
     append(request.targets, other->request.targets);
-    request.shape_hash = mix(request.shape_hash, other->request.shape_hash);
+    request.shapes = shm::join_shapes(request.shapes, other->request.shapes);
     passengers_.push_back(other);
   }
   void hold() {

@@ -662,7 +662,7 @@ void start_all_reduce_coalesced(std::string_view op, const Group& group, at::Ten
   }
   Channel channel(op, group, outs.front());
   channel.say([&] {
-    return called(Verb::AllReduce, outs.front())
+    return called(Verb::AllReduce, outs)
         .of_members(counts_of(outs))
         .reduced_by(name_of(reduction.op));
   });
@@ -775,7 +775,7 @@ void start_all_gather(std::string_view op, const Group& group, const at::Tensor&
   }
   Channel channel(op, group, out);
   channel.say([&] {
-    return called(Verb::AllGather, out)
+    return called(Verb::AllGather, source)
         .gathered(source.numel(), Sizes(group.size(), source.numel()));
   });
   auto [buffer, finish] = landing(out);
@@ -800,7 +800,7 @@ void start_all_gather_coalesced(std::string_view op, const Group& group, at::Ten
     return;
   }
   Channel channel(op, group, outs.front());
-  channel.say([&] { return called(Verb::AllGather, outs.front()).of_members(counts_of(sources)); });
+  channel.say([&] { return called(Verb::AllGather, sources).of_members(counts_of(sources)); });
   if (channel.has_coalesced()) {
     Tensors ins;
     Tensors buffers;
@@ -851,7 +851,7 @@ void start_all_gather_uneven(std::string_view op, const Group& group, const at::
   }
   Channel channel(op, group, out);
   channel.say([&] {
-    return called(Verb::AllGather, out)
+    return called(Verb::AllGather, source)
         .gathered(source.numel(), elements_of(sizes, out.numel() / count_of(sizes)));
   });
   auto [buffer, finish] = landing(out);
@@ -920,7 +920,7 @@ void start_reduce_scatter_coalesced(std::string_view op, const Group& group, at:
   }
   Channel channel(op, group, outs.front());
   channel.say([&] {
-    return called(Verb::ReduceScatter, outs.front())
+    return called(Verb::ReduceScatter, outs)
         .of_members(counts_of(outs))
         .reduced_by(name_of(reduction.op));
   });
@@ -1055,9 +1055,8 @@ void start_broadcast_coalesced(std::string_view op, const Group& group, at::Tens
     return;
   }
   Channel channel(op, group, outs.front());
-  channel.say([&] {
-    return called(Verb::Broadcast, outs.front()).of_members(counts_of(outs)).rooted_at(src);
-  });
+  channel.say(
+      [&] { return called(Verb::Broadcast, outs).of_members(counts_of(outs)).rooted_at(src); });
   at::Tensor flat = flattened(sources);
   auto options = options_of_call<c10d::BroadcastOptions>();
   options.rootRank = src;

@@ -23,7 +23,7 @@ import torch_c10d_ext.distributed as ours
 from tests.harness import run
 from tests.harness.crew import crew, mark
 from tests.harness.worker import FALLBACK
-from torch_c10d_ext import _C, errors
+from torch_c10d_ext import _C, errors, functional
 from torch_c10d_ext._backends import shm_settings
 
 BACKEND = "shm"
@@ -504,6 +504,56 @@ def test_ranks_that_disagree_all_raise(name: str, size: int) -> None:
 def test_ranks_that_disagree_all_raise_over_gloo(name: str) -> None:
     """Where the calls of a block start one by one."""
     run(3, _disagree, name, 1, backend=FALLBACK)
+
+
+SHAPES: dict[str, Callable[[int, Any], Any]] = {
+    "all_reduce": lambda wide, group: dist.all_reduce(torch.ones(wide, 8 // wide), group=group),
+    "broadcast": lambda wide, group: dist.broadcast(torch.ones(wide, 8 // wide), 0, group),
+    "all_gather": lambda wide, group: dist.all_gather(
+        [torch.empty(wide, 8 // wide) for _ in range(dist.get_world_size())],
+        torch.ones(wide, 8 // wide),
+        group,
+    ),
+    "functional": lambda wide, group: functional.wait_tensor(
+        functional.all_gather_single(torch.ones(wide, 8 // wide), 0, group)
+    ),
+    "coalesced": lambda wide, group: group.allreduce_coalesced(
+        [torch.ones(wide, 8 // wide), torch.ones(3)]
+    ).wait(),
+}
+
+
+def _compares_shapes() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    lenient = dist.new_group()
+    os.environ["TORCH_C10D_EXT_SHM_STRICT"] = "1"
+    strict = dist.new_group()
+    del os.environ["TORCH_C10D_EXT_SHM_STRICT"]
+    for name, call in SHAPES.items():
+        call(4, strict)
+        call(4 if rank == 1 else 2, lenient)
+        failure = report(lambda call=call: call(4 if rank == 1 else 2, strict))
+        assert (failure.kind, failure.ranks) == ("CollectiveMismatch", [1]), failure
+        if name != "coalesced":
+            assert "of shape [4, 2] on rank 1" in failure.text
+            assert "of shape [2, 4] on ranks 0 and 2" in failure.text
+        else:
+            assert failure.text.count("of shape hash ") == 2
+    # torch's functions and this package's meet, and parts of other sizes are no mismatch.
+    whole = torch.empty(size * 4, 2)
+    if rank == 0:
+        functional.wait_tensor(functional.all_gather_single(torch.ones(4, 2), 0, strict))
+    else:
+        dist.all_gather(list(whole.split(4)), torch.ones(4, 2), strict)
+        assert whole.eq(1).all()
+    parts = [torch.empty(r, 2) for r in range(size)]
+    dist.gather(torch.ones(rank, 2), parts if rank == 0 else None, 0, strict)
+    assert rank != 0 or all(part.eq(1).all() for part in parts)
+
+
+@everywhere
+def test_shapes_are_compared_where_that_is_set(backend: str) -> None:
+    run(3, _compares_shapes, backend=backend)
 
 
 @everywhere

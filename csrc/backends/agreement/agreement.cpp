@@ -85,7 +85,8 @@ std::string numbers_of(const std::vector<int>& ranks) {
 Words words_of(uint64_t seq, const Called& called) {
   Words words;
   words.put(static_cast<int64_t>(seq)).put(static_cast<int64_t>(called.verb)).put(called.unit);
-  words.put(called.rest).put(called.root).put(called.count).put(called.sends).put(called.expects);
+  words.put(called.rest).put(called.root).put(called.count);
+  words.put(static_cast<int64_t>(called.shapes)).put(called.sends).put(called.expects);
   return words;
 }
 
@@ -96,6 +97,7 @@ Called take_called(Words& words) {
   called.rest = words.text();
   called.root = static_cast<int>(words.number());
   called.count = words.number();
+  called.shapes = static_cast<uint64_t>(words.number());
   called.sends = words.numbers();
   called.expects = words.numbers();
   return called;
@@ -142,8 +144,8 @@ std::optional<Difference> difference(const std::vector<Called>& calls, uint64_t 
   const bool even = std::all_of(calls.begin(), calls.end(), [](auto& c) { return c.count >= 0; });
   const auto agree = [&](const Called& a, const Called& b) {
     return a.verb == b.verb && a.unit == b.unit && a.rest == b.rest &&
-           (!even || a.count == b.count) && a.sends.size() == b.sends.size() &&
-           a.expects.size() == b.expects.size();
+           (!even || (a.count == b.count && shm::shapes_agree(a.shapes, b.shapes))) &&
+           a.sends.size() == b.sends.size() && a.expects.size() == b.expects.size();
   };
   Difference found;
   for (size_t rank = 1; rank < calls.size(); ++rank) {

@@ -60,6 +60,7 @@ Called&& Called::exchanged(Sizes to_ranks, Sizes from_ranks) && {
   count = are_all(to_ranks, first) && are_all(from_ranks, first) ? first : -1;
   sends = std::move(to_ranks);
   expects = std::move(from_ranks);
+  shapes = 0;  // rows, of which the ranks may have other numbers
   return std::move(*this);
 }
 
@@ -92,6 +93,9 @@ std::string text_of(const Called& called) {
     }
   }
   text << ')';
+  if (called.shapes != 0) {
+    text << " of shape " << shm::text_of_shapes(called.shapes);
+  }
   return text.str();
 }
 

@@ -24,6 +24,8 @@ struct Called {
   // Elements of each rank's part as far as this rank knows; negative: they differ, or there is no
   // such number.
   int64_t count = -1;
+  // As shm::add_shape() tells them; 0: shapes are not compared.
+  uint64_t shapes = 0;
   // Elements to and from each rank. Empty where the ranks' parts cannot differ.
   Sizes sends, expects;
 

@@ -202,7 +202,7 @@ class Collective {
     d.even = is_even();
     d.root = request_.root;
     d.bytes = part_bytes();
-    d.shape_hash = request_.shape_hash;
+    d.shapes = request_.shapes;
     d.members = request_.members;
     d.members_hash = request_.members_hash;
     d.factor_real = request_.factor.real;
@@ -327,7 +327,8 @@ std::optional<Failure> Collective::compare(bool strict) {
   const auto agree = [&](const Descriptor& a, const Descriptor& b) {
     return a.seq == b.seq && a.verb == b.verb && a.dtype == b.dtype && a.reduce_op == b.reduce_op &&
            a.root == b.root && (!all_even_ || a.bytes == b.bytes) && a.members == b.members &&
-           a.members_hash == b.members_hash && (!strict || a.shape_hash == b.shape_hash);
+           a.members_hash == b.members_hash &&
+           (!strict || !all_even_ || shapes_agree(a.shapes, b.shapes));
   };
   std::vector<int> others;
   for (int p = 1; p < n_; ++p) {
@@ -353,8 +354,8 @@ std::optional<Failure> Collective::compare(bool strict) {
         }
       }
       text << separator << describe(all[p]);
-      if (strict) {
-        text << " of shape hash " << std::hex << all[p].shape_hash << std::dec;
+      if (strict && all[p].shapes != 0) {
+        text << " of shape " << text_of_shapes(all[p].shapes);
       }
       text << " on " << list_of(same);
       separator = ", ";

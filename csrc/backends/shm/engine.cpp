@@ -11,6 +11,7 @@
 #include <condition_variable>
 #include <ctime>
 #include <deque>
+#include <iterator>
 #include <list>
 #include <mutex>
 #include <sstream>
@@ -77,6 +78,77 @@ std::string seconds(Clock::duration d) {
 std::string_view name_of(Verb verb) {
   const size_t i = static_cast<size_t>(verb);
   return i < std::size(kVerbs) ? kVerbs[i] : "unknown";
+}
+
+namespace {
+
+constexpr uint64_t kExact = uint64_t{1} << 63;
+constexpr int kSizeBits = 60;
+// For each size, by how many dimensions there are.
+constexpr int kBits[] = {60, 60, 30, 20, 15, 12, 10};
+
+uint64_t hashed(uint64_t hash, uint64_t value) {
+  return (hash ^ (value + 0x9e3779b97f4a7c15ULL + (hash << 6) + (hash >> 2))) & ~kExact;
+}
+
+// Dimensions in bits 60 to 62, and equal parts of the rest for their sizes; 0 where they do not
+// fit.
+uint64_t exact(const int64_t* sizes, size_t dimensions) {
+  if (dimensions >= std::size(kBits)) {
+    return 0;
+  }
+  uint64_t code = kExact | static_cast<uint64_t>(dimensions) << kSizeBits;
+  int at = 0;
+  for (size_t i = 0; i < dimensions; ++i) {
+    const auto size = static_cast<uint64_t>(sizes[i]);
+    if (size >> kBits[dimensions] != 0) {
+      return 0;
+    }
+    code |= size << at;
+    at += kBits[dimensions];
+  }
+  return code;
+}
+
+}  // namespace
+
+uint64_t add_shape(uint64_t shapes, const int64_t* sizes, size_t dimensions) {
+  const uint64_t code = exact(sizes, dimensions);
+  if (code != 0 && (shapes == 0 || shapes == code)) {
+    return code;
+  }
+  uint64_t hash = hashed(shapes, dimensions);
+  for (size_t i = 0; i < dimensions; ++i) {
+    hash = hashed(hash, static_cast<uint64_t>(sizes[i]));
+  }
+  return hash;
+}
+
+uint64_t join_shapes(uint64_t first, uint64_t second) {
+  return first == second ? first : hashed(first, second);
+}
+
+bool shapes_agree(uint64_t first, uint64_t second) {
+  return first == 0 || second == 0 || first == second;
+}
+
+std::string text_of_shapes(uint64_t shapes) {
+  std::ostringstream text;
+  if ((shapes & kExact) == 0) {
+    if (shapes != 0) {
+      text << "hash " << std::hex << shapes;
+    }
+    return text.str();
+  }
+  const size_t dimensions = shapes >> kSizeBits & 7;
+  text << '[';
+  for (size_t i = 0; i < dimensions; ++i) {
+    const int bits = kBits[dimensions];
+    text << (i == 0 ? "" : ", ")
+         << (shapes >> static_cast<int>(i) * bits & ((uint64_t{1} << bits) - 1));
+  }
+  text << ']';
+  return text.str();
 }
 
 size_t bytes_of(const Buffer& buffer) {

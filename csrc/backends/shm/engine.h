@@ -33,6 +33,17 @@ enum class Verb : uint8_t {
 
 std::string_view name_of(Verb verb);
 
+// What is compared of several shapes (0: none yet), and one more. Shapes that are all the same,
+// with up to 6 dimensions that are not too large for 60 bits, stand for themselves, others are
+// hashed.
+uint64_t add_shape(uint64_t shapes, const int64_t* sizes, size_t dimensions);
+// Whether they do, where both are told.
+bool shapes_agree(uint64_t first, uint64_t second);
+// "[2, 4]", or "hash 1f2e"; empty where there is none.
+std::string text_of_shapes(uint64_t shapes);
+// Of calls that travel together.
+uint64_t join_shapes(uint64_t first, uint64_t second);
+
 struct Piece {
   std::byte* data;
   size_t bytes;
@@ -71,8 +82,8 @@ struct Request {
   int64_t tag = 0;
   std::vector<Buffer> sources;
   std::vector<Buffer> targets;
-  // Compared across ranks under Settings::strict: a hash of the shapes.
-  uint64_t shape_hash = 0;
+  // Compared across ranks under Settings::strict; see add_shape().
+  uint64_t shapes = 0;
   // Compared always: how many tensors travel together, where there are several, and a hash of their
   // sizes.
   uint64_t members = 0;

@@ -30,7 +30,7 @@ struct Descriptor {
   uint8_t even;
   int32_t root;
   uint64_t bytes;
-  uint64_t shape_hash;
+  uint64_t shapes;
   double factor_real;
   double factor_imaginary;
   // Of a call with several tensors: how many, and a hash of their sizes.
