@@ -175,6 +175,17 @@ class AgreedWork final : public c10d::Work {
     seq_ = seq;
   }
 
+  // Throws in a fork of the process that called it.
+  void check_at_home() const {
+    if (shm::fork_generation() != generation_) {
+      throw CollectiveError(
+          CollectiveError::Kind::Closed,
+          c10::str(op_, ": the work must be waited for in the process that started it, got a ",
+                   "forked child ", where(place_)),
+          {}, std::string(op_), seq_, place_.name());
+    }
+  }
+
   // All ranks have called it, and `inner` is gloo's work, null where there is nothing to do.
   void follow(const c10::intrusive_ptr<c10d::Work>& inner, uint64_t seq,
               std::weak_ptr<Agreement> agreement) {
@@ -228,6 +239,7 @@ class AgreedWork final : public c10d::Work {
   }
 
   bool isCompleted() override {
+    check_at_home();
     std::lock_guard lock(mutex_);
     return over_;
   }
@@ -242,6 +254,7 @@ class AgreedWork final : public c10d::Work {
 
   bool wait(Milliseconds timeout) override {
     using Clock = std::chrono::steady_clock;
+    check_at_home();
     const bool limited = timeout > Milliseconds(0);
     const auto until = limited ? Clock::now() + timeout : Clock::time_point::max();
     std::unique_lock lock(mutex_);
@@ -280,6 +293,7 @@ class AgreedWork final : public c10d::Work {
 
   const std::string_view op_;  // the names of ops are literals
   const Group place_;
+  const uint64_t generation_ = shm::fork_generation();
   std::atomic<uint64_t> seq_{0};
   mutable std::mutex mutex_;
   std::condition_variable changed_;
@@ -288,6 +302,9 @@ class AgreedWork final : public c10d::Work {
   const c10::intrusive_ptr<c10::ivalue::Future> future_ =
       c10::make_intrusive<c10::ivalue::Future>(c10::NoneType::get());
 };
+
+// How long a group that is destroyed with work in flight waits for it.
+constexpr std::chrono::milliseconds kGrace{5000};
 
 // What gloo has to notice that a rank is gone before this asks who.
 constexpr std::chrono::milliseconds kExplained{500};
@@ -336,10 +353,10 @@ OverGloo::~OverGloo() {
   // gloo's threads, which are waited for, may be at a callback written in Python.
   without_gil([this] {
     batch_.clear();
-    const bool broken = agreement_->failure({}, 0, Milliseconds(0)).has_value();
     leave();
-    if (broken) {
-      // What waits for ranks that are gone nobody can end, and gloo's end would wait for it.
+    if (agreement_->has_abandoned() || agreement_->is_foreign()) {
+      // What waits for ranks that are gone nobody can end, and gloo's end would wait for it, or for
+      // threads that a fork has left behind.
       (void)c10::intrusive_ptr<c10d::Backend>(gloo_).release();
     }
     group_ = Group({}, {}, rank_, size_);
@@ -422,6 +439,9 @@ OverGloo::WorkPtr OverGloo::refused(string_view op) const {
 }
 
 OverGloo::WorkPtr OverGloo::explained(string_view op, WorkPtr message) {
+  if (dynamic_cast<const AgreedWork*>(message.get()) != nullptr) {
+    return message;  // refused
+  }
   {
     std::lock_guard lock(messages_mutex_);
     std::erase_if(messages_, [](const auto& weak) {
@@ -438,8 +458,7 @@ OverGloo::WorkPtr OverGloo::explained(string_view op, WorkPtr message) {
 }
 
 void OverGloo::leave() {
-  closed_ = true;
-  agreement_->leave();
+  agreement_->leave(kGrace);
   std::vector<c10::weak_intrusive_ptr<c10d::Work>> messages;
   {
     std::lock_guard lock(messages_mutex_);
@@ -926,11 +945,11 @@ uint64_t OverGloo::getSequenceNumberForGroup() {
 }
 
 c10d::ErrorType OverGloo::getError() {
-  return closed_ ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS;
+  return agreement_->failure({}, 0, Milliseconds(0)) ? c10d::ErrorType::COMM_ERROR
+                                                     : c10d::ErrorType::SUCCESS;
 }
 
 void OverGloo::abort() {
-  closed_ = true;
   without_gil([this] { agreement_->abort(); });
   gloo_->abort();
 }

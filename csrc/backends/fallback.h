@@ -178,7 +178,6 @@ class OverGloo final : public c10d::Backend, private VerbChecks {
   // Of this backend's name, with gloo as its only backend.
   Group group_;
   std::atomic<Milliseconds> timeout_;
-  std::atomic<bool> closed_{false};
   // Works may outlive the backend; they hold this while they use it.
   std::shared_ptr<Agreement> agreement_;
   // In flight, as far as anybody knows.

@@ -13,6 +13,7 @@
 #include <thread>
 #include <utility>
 
+#include "backends/shm/bootstrap.h"
 #include "core/gil.h"
 
 namespace c10d_ext {
@@ -45,6 +46,7 @@ class PatientWork final : public c10d::Work {
   }
 
   bool isCompleted() override {
+    check_at_home();
     listen();
     std::lock_guard<std::mutex> lock(mutex_);
     return inner_ == nullptr;
@@ -62,6 +64,7 @@ class PatientWork final : public c10d::Work {
 
   bool wait(std::chrono::milliseconds timeout) override {
     using Clock = std::chrono::steady_clock;
+    check_at_home();
     const bool limited = timeout != kNoTimeout;
     const auto until = limited ? Clock::now() + timeout : Clock::time_point::max();
     if (limited || explain_) {
@@ -125,6 +128,16 @@ class PatientWork final : public c10d::Work {
   }
 
  private:
+  // A fork has neither the thread that waits nor its connections.
+  void check_at_home() const {
+    if (shm::fork_generation() != generation_) {
+      const auto error = std::make_exception_ptr(
+          c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+                                "a message of the process this one was forked from"));
+      std::rethrow_exception(explain_ ? explain_(error) : error);
+    }
+  }
+
   // Whether the caller is the one to wait at the backend.
   bool take() {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -187,6 +200,7 @@ class PatientWork final : public c10d::Work {
   std::condition_variable over_;
   WorkPtr inner_;  // null once over
   const Explain explain_;
+  const uint64_t generation_ = shm::fork_generation();
   bool taken_ = false;
   std::exception_ptr error_;
   int source_rank_ = -1;

@@ -799,8 +799,9 @@ def test_settings_that_mean_nothing_are_refused(
             shm_settings()
 
 
-def test_a_forked_child_cannot_use_the_group_and_does_not_harm_it() -> None:
-    with crew(2, BACKEND) as ranks:
+@everywhere
+def test_a_forked_child_cannot_use_the_group_and_does_not_harm_it(backend: str) -> None:
+    with crew(2, backend) as ranks:
         ranks.run(_fork)
 
 

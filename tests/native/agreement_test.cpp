@@ -33,14 +33,14 @@ using shm::Verb;
     }                                                                                    \
   } while (false)
 
-#define CHECK_HAS(text, part)                                                                 \
-  do {                                                                                        \
-    const std::string whole = text, piece = part;                                             \
-    if (whole.find(piece) == std::string::npos) {                                             \
-      std::fprintf(stderr, "%s:%d: '%s' has no '%s'\n", __FILE__, __LINE__, whole.c_str(),    \
-                   piece.c_str());                                                            \
-      std::_Exit(1);                                                                          \
-    }                                                                                         \
+#define CHECK_HAS(text, part)                                                              \
+  do {                                                                                     \
+    const std::string whole = text, piece = part;                                          \
+    if (whole.find(piece) == std::string::npos) {                                          \
+      std::fprintf(stderr, "%s:%d: '%s' has no '%s'\n", __FILE__, __LINE__, whole.c_str(), \
+                   piece.c_str());                                                         \
+      std::_Exit(1);                                                                       \
+    }                                                                                      \
   } while (false)
 
 namespace {
@@ -247,9 +247,9 @@ void ranks_that_disagree_all_hear_of_it() {
                  {"root 1) on rank 1", "root 0) on ranks 0 and 2"}) == one);
   CHECK(disagree(of(Verb::AllReduce).of_members({3, 5}), of(Verb::AllReduce).of_members({5, 3}),
                  {"8 x int64 in 2 tensors of sizes 3, 5", "in 2 tensors of sizes 5, 3"}) == one);
-  CHECK(disagree(of(Verb::AllGather).gathered(2, {2, 2, 2}), of(Verb::AllGather).gathered(3, {3, 3, 3}),
-                 {"all_gather(3 x int64) on ranks 0 and 2", "all_gather(2 x int64) on rank 1"}) ==
-        one);
+  CHECK(disagree(
+            of(Verb::AllGather).gathered(2, {2, 2, 2}), of(Verb::AllGather).gathered(3, {3, 3, 3}),
+            {"all_gather(3 x int64) on ranks 0 and 2", "all_gather(2 x int64) on rank 1"}) == one);
   // Between two ranks.
   CHECK((disagree(of(Verb::AllToAll).exchanged({1, 2, 3}, {2, 2, 2}),
                   of(Verb::AllToAll).exchanged({2, 2, 2}, {2, 1, 2}),
@@ -269,18 +269,20 @@ void uneven_parts_fit_where_their_sizes_do() {
       ranks[rank].done(calls[static_cast<size_t>(rank)].begun());
     }
   };
-  all_begin([&](int r) { return of(Verb::AllGather).gathered(sizes[static_cast<size_t>(r)], sizes); });
+  all_begin(
+      [&](int r) { return of(Verb::AllGather).gathered(sizes[static_cast<size_t>(r)], sizes); });
   all_begin([&](int r) {
     return of(Verb::ReduceScatter).scattered(sizes, sizes[static_cast<size_t>(r)]);
   });
   // Only the root knows that the parts differ.
   all_begin([&](int r) {
-    return of(Verb::Gather).gathered_at(2, sizes[static_cast<size_t>(r)],
-                                        r == 2 ? sizes : std::vector<int64_t>(), 3);
+    return of(Verb::Gather)
+        .gathered_at(2, sizes[static_cast<size_t>(r)], r == 2 ? sizes : std::vector<int64_t>(), 3);
   });
   all_begin([&](int r) {
-    return of(Verb::Scatter).scattered_from(0, sizes[static_cast<size_t>(r)],
-                                            r == 0 ? sizes : std::vector<int64_t>(), 3);
+    return of(Verb::Scatter)
+        .scattered_from(0, sizes[static_cast<size_t>(r)], r == 0 ? sizes : std::vector<int64_t>(),
+                        3);
   });
 }
 
@@ -307,8 +309,9 @@ void who_does_not_come_is_named() {
       Ranks ranks(3, apart);
       for (const auto& failure : wait_for(ranks, 3, missing)) {
         CHECK(failure.kind == Kind::Timeout && failure.ranks == std::vector<int>{missing});
-        CHECK_HAS(failure.text, "the collective 1 must be done within 0.2 s, got no answer from rank " +
-                                    std::to_string(missing) + " (pid " + std::to_string(getpid()));
+        CHECK_HAS(failure.text,
+                  "the collective 1 must be done within 0.2 s, got no answer from rank " +
+                      std::to_string(missing) + " (pid " + std::to_string(getpid()));
         CHECK_HAS(failure.text, "before its first collective");
         if (apart && missing != 0) {
           CHECK_HAS(failure.text, ", alive)");
@@ -353,8 +356,11 @@ void leaving_ends_what_is_in_flight() {
   Ranks ranks(2);
   Call waiting, after;
   ranks[1].call(waiting.operation(summed(6), kLong));
-  ranks[1].leave();
-  ranks[1].leave();
+  const auto begun = Clock::now();
+  ranks[1].leave(200ms);
+  CHECK(Clock::now() - begun >= 200ms);
+  ranks[1].leave(kLong);
+  CHECK(!ranks[1].has_abandoned());
   CHECK(waiting.failure().kind == Kind::Closed);
   CHECK_HAS(waiting.failure().text, "got a destroyed one (rank 1/2, group 'test')");
   ranks[1].call(after.operation(summed(6), kLong));
@@ -424,7 +430,9 @@ void strangers_do_no_harm() {
     return std::string(reinterpret_cast<const char*>(&value), sizeof(value));
   };
   const std::vector<int> strangers{
-      say(""), say("GET / HTTP/1.1\r\n\r\n"), say(std::string(1 << 16, '\xff')),
+      say(""),
+      say("GET / HTTP/1.1\r\n\r\n"),
+      say(std::string(1 << 16, '\xff')),
       // A hello with a token of the right length.
       say(number(uint32_t{40}) + number(uint32_t{1}) + number(int64_t{32}) + std::string(32, '0')),
       // One that ends too soon, and one whose text is longer than it.

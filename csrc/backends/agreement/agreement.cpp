@@ -235,15 +235,12 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   // --- From any thread --------------------------------------------------------------------------
 
   uint64_t call(Operation operation) {
+    if (is_foreign()) {
+      operation.fail(closed(operation.op, 0, kForked));
+      return 0;
+    }
     std::unique_lock lock(mutex_);
     const uint64_t seq = ++count_;
-    if (shm::fork_generation() != generation_) {
-      lock.unlock();
-      operation.fail(closed(operation.op, seq,
-                            "the group must be used in the process that made it, got a forked "
-                            "child"));
-      return seq;
-    }
     if (end_ || leaving_) {
       const auto failure =
           leaving_ ? closed(operation.op, seq, kDestroyed) : told(*end_, operation.op, seq);
@@ -272,6 +269,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     if (const auto found = running_.find(seq); found != running_.end()) {
       over = std::move(found->second);
       running_.erase(found);
+      changed_.notify_all();
     }
   }
 
@@ -290,11 +288,24 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
 
   std::optional<shm::Failure> failure(const std::string& op, uint64_t seq,
                                       Milliseconds patience) const {
+    if (is_foreign()) {
+      return closed(op, seq, kForked);
+    }
     std::unique_lock lock(mutex_);
     changed_.wait_until(lock, after(patience), [this] { return end_.has_value() || leaving_; });
     return leaving_ ? std::optional(closed(op, seq, kDestroyed))
            : end_   ? std::optional(told(*end_, op, seq))
                     : std::nullopt;
+  }
+
+  bool has_abandoned() const {
+    std::lock_guard lock(mutex_);
+    return abandoned_;
+  }
+
+  // The locks of another process may be taken, and nobody here would ever give them back.
+  bool is_foreign() const {
+    return shm::fork_generation() != generation_;
   }
 
   void abort() {
@@ -307,30 +318,36 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     changed_.wait_until(lock, after(kVerdict), [this] { return end_.has_value(); });
   }
 
-  void leave() {
+  void leave(Milliseconds grace) {
+    if (is_foreign()) {
+      if (thread_.joinable()) {
+        thread_.detach();  // there is none
+      }
+      return;
+    }
+    std::unique_lock lock(mutex_);
     if (!thread_.joinable()) {
       return;
     }
-    if (shm::fork_generation() != generation_) {
-      thread_.detach();  // there is none
-      return;
+    const bool can_wait = thread_.get_id() != std::this_thread::get_id();
+    thread_.detach();
+    if (can_wait) {
+      changed_.wait_until(lock, after(grace),
+                          [this] { return waiting_.empty() && running_.empty(); });
     }
-    {
-      std::lock_guard lock(mutex_);
-      leaving_ = true;
-    }
+    leaving_ = true;
     changed_.notify_all();
     wake();
-    if (thread_.get_id() != std::this_thread::get_id()) {
-      std::unique_lock lock(mutex_);
+    if (can_wait) {
       changed_.wait(lock, [this] { return has_left_; });
     }
-    thread_.detach();
   }
 
  private:
   static constexpr char kLeft[] = "left the group";
   static constexpr char kGone[] = "gone";
+  static constexpr char kForked[] =
+      "the group must be used in the process that created it, got a forked child";
   static constexpr char kDestroyed[] = "the group must be alive, got a destroyed one";
 
   struct Flight {
@@ -355,7 +372,6 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   struct Question {
     uint64_t seq;
     Says kind;
-    std::string op;
     std::string why;
     Clock::time_point until;
     std::set<int> silent;
@@ -558,14 +574,13 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
         return;
       }
       found->second.late = after(kVerdict);
-      news.words.put(found->second.operation.op);
     }
     say(kBroken, std::move(news.words));
   }
 
   void look_at_the_clock() {
     const auto now = Clock::now();
-    std::vector<std::pair<uint64_t, Words>> late;
+    std::vector<Words> late;
     bool silent = false;
     {
       std::lock_guard lock(mutex_);
@@ -579,16 +594,14 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
         }
         flight.asked = true;
         flight.late = after(kVerdict);
-        late.emplace_back(seq, Words()
-                                   .put(static_cast<int64_t>(seq))
-                                   .put(seconds(flight.operation.timeout))
-                                   .put(flight.operation.op));
+        late.push_back(
+            Words().put(static_cast<int64_t>(seq)).put(seconds(flight.operation.timeout)));
       }
       for (const auto& [seq, flight] : running_) {
         silent |= !end_ && flight.late <= now;
       }
     }
-    for (auto& [seq, words] : late) {
+    for (auto& words : late) {
       say(kLate, std::move(words));
     }
     if (silent) {
@@ -630,6 +643,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
         fails.push_back({std::move(it->second.operation), {}});
         fails.back().failure = told(*end_, fails.back().operation.op, it->first);
         it = running_.erase(it);
+        abandoned_ = true;
       }
     }
     for (auto& [seq, begin] : begins) {
@@ -658,6 +672,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     std::vector<Failed> fails;
     {
       std::lock_guard lock(mutex_);
+      abandoned_ |= !running_.empty();
       for (auto* flights : {&waiting_, &running_}) {
         for (auto& [seq, flight] : *flights) {
           auto failure = end_ ? told(*end_, flight.operation.op, seq)
@@ -792,13 +807,13 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
       case kLate: {
         const auto seq = static_cast<uint64_t>(words.number());
         const auto within = words.text();
-        ask({seq, kLate, words.text(), within, {}, {}});
+        ask({seq, kLate, within, {}, {}});
         break;
       }
       case kBroken: {
         const auto seq = static_cast<uint64_t>(words.number());
         const auto why = words.text();
-        ask({seq, kBroken, words.text(), why, {}, {}});
+        ask({seq, kBroken, why, {}, {}});
         break;
       }
       case kPong:
@@ -822,7 +837,9 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   }
 
   void compare() {
-    while (!is_finished() &&
+    const bool missed = std::any_of(left_.begin(), left_.end(), [](auto& l) { return !l.empty(); });
+    // What a rank called before it left it will not do.
+    while (!missed && !is_finished() &&
            std::none_of(calls_.begin(), calls_.end(), [](auto& c) { return c.empty(); })) {
       ++agreed_;
       std::vector<Called> calls;
@@ -843,7 +860,6 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     }
     const bool wanted =
         std::any_of(calls_.begin(), calls_.end(), [](auto& c) { return !c.empty(); });
-    const bool missed = std::any_of(left_.begin(), left_.end(), [](auto& l) { return !l.empty(); });
     if (wanted && missed) {
       end_for_all(lost());
     }
@@ -953,6 +969,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   uint64_t count_ = 0;
   bool leaving_ = false;
   bool has_left_ = false;
+  bool abandoned_ = false;
   size_t unbegun_ = 0;  // of the collectives that were called
   std::vector<News> news_;
   std::map<uint64_t, Flight> waiting_;  // for the other ranks to call it
@@ -983,11 +1000,19 @@ Agreement::Agreement(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {
 }
 
 Agreement::~Agreement() {
-  leave();
+  leave(Milliseconds(0));
 }
 
-void Agreement::leave() {
-  impl_->leave();
+void Agreement::leave(Milliseconds grace) {
+  impl_->leave(grace);
+}
+
+bool Agreement::has_abandoned() const {
+  return impl_->has_abandoned();
+}
+
+bool Agreement::is_foreign() const {
+  return impl_->is_foreign();
 }
 
 uint64_t Agreement::call(Operation operation) {

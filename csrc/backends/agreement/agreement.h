@@ -39,8 +39,8 @@ class Agreement {
   static std::unique_ptr<Agreement> join(const shm::KeyValueStore& store, const shm::Place& place,
                                          Milliseconds timeout, const std::string& machine = {});
   ~Agreement();
-  // What is in flight, and what is called from now on, fails.
-  void leave();
+  // What is in flight may end meanwhile; what has not by then, and what is called later, fails.
+  void leave(Milliseconds grace);
 
   // Its number among this rank's; the first is 1.
   uint64_t call(Operation operation);
@@ -56,6 +56,10 @@ class Agreement {
   // know it.
   std::optional<shm::Failure> failure(const std::string& op, uint64_t seq,
                                       Milliseconds patience) const;
+  // Whether a collective has failed after it was begun: whoever does it may never come to an end.
+  bool has_abandoned() const;
+  // Whether this is a fork of the process that joined.
+  bool is_foreign() const;
   // Whether this is an agreement's thread, on which nothing may wait.
   static bool is_here();
   // Ends the group on all ranks.
