@@ -191,6 +191,12 @@ def run(
         raise
 
 
+def stop(backend: str) -> None:
+    """Stop the pools of a backend that few tests use, for the memory of their processes."""
+    for key in [key for key in _pools if key[0] == backend]:
+        _pools.pop(key).stop()
+
+
 def shutdown() -> None:
     """Stop every pool and remove what they left on disk."""
     global _scratch_directory
