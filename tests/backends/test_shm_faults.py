@@ -100,8 +100,11 @@ def _idle_forever(scratch: Path) -> None:
     time.sleep(120)
 
 
-@everywhere
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [(name, BACKEND) for name in CALLS]
+    + [(name, FALLBACK) for name in ("all_reduce of 64 MiB", "barrier", "future", "recv", "op")],
+)
 def test_a_killed_rank_is_named_on_all_survivors(name: str, backend: str) -> None:
     size, victim = 3, 1
     pairwise = name.startswith(("send", "recv"))

@@ -262,7 +262,7 @@ everywhere = pytest.mark.parametrize("backend", ["shm", FALLBACK])
 @everywhere
 @pytest.mark.timeout(max(300, 2 * SECONDS))
 def test_random_programs(backend: str) -> None:
-    left = bounded(SECONDS or 8)
+    left = bounded(SECONDS or (8 if backend == "shm" else 5))
     ran = []
 
     @FUZZ
@@ -298,7 +298,7 @@ def departures(draw: Any) -> tuple[list[Step], Departure]:
 @everywhere
 @pytest.mark.timeout(max(300, 2 * SECONDS))
 def test_random_programs_with_a_rank_that_departs(backend: str) -> None:
-    left = bounded(SECONDS or 8)
+    left = bounded(SECONDS or (8 if backend == "shm" else 5))
     ran = []
 
     @FUZZ

@@ -352,6 +352,17 @@ void who_leaves_is_named() {
   }
 }
 
+void what_a_rank_called_before_it_left_counts_for_nothing() {
+  Ranks ranks(3);
+  Call early;
+  ranks[1].call(early.operation(summed(6), kLong));
+  ranks[1].leave(0ms);
+  CHECK(early.failure().kind == Kind::Closed);
+  for (const auto& failure : wait_for(ranks, 3, 1)) {
+    CHECK(failure.kind == Kind::RankLost && failure.ranks == std::vector<int>{1});
+  }
+}
+
 void leaving_ends_what_is_in_flight() {
   Ranks ranks(2);
   Call waiting, after;
@@ -423,7 +434,8 @@ void strangers_do_no_harm() {
   const auto say = [&](const std::string& text) {
     const int fd = socket(AF_INET, SOCK_STREAM, 0);
     CHECK(connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0);
-    CHECK(send(fd, text.data(), text.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(text.size()));
+    // As much as is taken.
+    CHECK(send(fd, text.data(), text.size(), MSG_NOSIGNAL | MSG_DONTWAIT) >= 0);
     return fd;
   };
   const auto number = [](auto value) {
@@ -435,6 +447,8 @@ void strangers_do_no_harm() {
       say(std::string(1 << 16, '\xff')),
       // A hello with a token of the right length.
       say(number(uint32_t{40}) + number(uint32_t{1}) + number(int64_t{32}) + std::string(32, '0')),
+      // One that is followed by more than anybody has to say.
+      say(number(uint32_t{8}) + number(uint32_t{1}) + std::string(1 << 18, '0')),
       // One that ends too soon, and one whose text is longer than it.
       say(number(uint32_t{4}) + number(uint32_t{1}) + "abcd"),
       say(number(uint32_t{8}) + number(uint32_t{1}) + number(int64_t{-1})),
@@ -490,6 +504,7 @@ constexpr Test kTests[] = {
     TEST(uneven_parts_fit_where_their_sizes_do),
     TEST(who_does_not_come_is_named),
     TEST(who_leaves_is_named),
+    TEST(what_a_rank_called_before_it_left_counts_for_nothing),
     TEST(leaving_ends_what_is_in_flight),
     TEST(an_abort_is_everybodys),
     TEST(data_that_does_not_arrive_fails_everywhere),

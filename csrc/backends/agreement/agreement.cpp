@@ -838,8 +838,12 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
 
   void compare() {
     const bool missed = std::any_of(left_.begin(), left_.end(), [](auto& l) { return !l.empty(); });
-    // What a rank called before it left it will not do.
-    while (!missed && !is_finished() &&
+    const bool wanted =
+        std::any_of(calls_.begin(), calls_.end(), [](auto& c) { return !c.empty(); });
+    if (wanted && missed) {
+      end_for_all(lost());  // what a rank called before it left it will not do
+    }
+    while (!is_finished() &&
            std::none_of(calls_.begin(), calls_.end(), [](auto& c) { return c.empty(); })) {
       ++agreed_;
       std::vector<Called> calls;
@@ -857,11 +861,6 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
         say_to_all(kGo, words);
         go(agreed_);
       }
-    }
-    const bool wanted =
-        std::any_of(calls_.begin(), calls_.end(), [](auto& c) { return !c.empty(); });
-    if (wanted && missed) {
-      end_for_all(lost());
     }
   }
 

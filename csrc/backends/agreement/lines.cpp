@@ -518,6 +518,9 @@ bool Line::listen(size_t limit) {
       if (heading.bytes > limit) {
         return false;
       }
+      if (heard_.size() > sizeof(heading) + limit) {
+        return true;  // a sentence is there; the rest waits
+      }
       continue;
     }
     if (now == 0) {

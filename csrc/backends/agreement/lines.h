@@ -85,7 +85,8 @@ class Line {
     return !unsent_.empty();
   }
 
-  // Takes in what has come, at most `limit` bytes of one sentence. False: there will be no more.
+  // Takes in what has come, not much more than a sentence of at most `limit` bytes where there is
+  // no end to it. False: there will be no more, or one is too long.
   bool listen(size_t limit);
   std::optional<Sentence> next();
 
