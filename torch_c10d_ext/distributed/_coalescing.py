@@ -31,7 +31,8 @@ class Run:
         self.dtype = dtype
         self.device = device
         self.outputs: list[Tensor] = []
-        self.inputs = self.outputs if verb == "all_reduce" else []
+        self.in_place = verb == "all_reduce"
+        self.inputs = self.outputs if self.in_place else []
 
     def start(self, name: str, async_op: bool) -> Any:
         """One call of the backend for all of them; its work where ``async_op`` is set."""
@@ -255,7 +256,7 @@ def hold(
     ):
         run = Run(verb, reduction, factor, input.dtype, input.device)
         runs.append(run)
-    if run.inputs is not run.outputs:
+    if not run.in_place:  # `is` of lists is more than Dynamo of torch 2.11 can trace
         run.inputs.append(input)
     run.outputs.append(output)
     # The factor of an op may change, as may the ranks in a list.
