@@ -258,18 +258,12 @@ class AgreedWork final : public c10d::Work {
     const bool limited = timeout > Milliseconds(0);
     const auto until = limited ? Clock::now() + timeout : Clock::time_point::max();
     std::unique_lock lock(mutex_);
-    while (!over_) {
-      if (Clock::now() >= until) {
-        throw CollectiveError(
-            CollectiveError::Kind::Timeout,
-            c10::str(op_, ": the wait must end within ", timeout.count(),
-                     " ms, got none of the result by then; the collective goes on ", where(place_)),
-            {}, std::string(op_), seq_, place_.name());
-      }
-      changed_.wait_until(lock, std::min(until, Clock::now() + kLook));
-      lock.unlock();
-      check_signals();
-      lock.lock();
+    if (!wait_interruptibly(changed_, lock, until, [this] { return over_; })) {
+      throw CollectiveError(
+          CollectiveError::Kind::Timeout,
+          c10::str(op_, ": the wait must end within ", timeout.count(),
+                   " ms, got none of the result by then; the collective goes on ", where(place_)),
+          {}, std::string(op_), seq_, place_.name());
     }
     if (error_) {
       std::rethrow_exception(error_);
@@ -288,9 +282,6 @@ class AgreedWork final : public c10d::Work {
   }
 
  private:
-  // How often a wait looks for Ctrl-C.
-  static constexpr Milliseconds kLook{50};
-
   const std::string_view op_;  // the names of ops are literals
   const Group place_;
   const uint64_t generation_ = shm::fork_generation();

@@ -2,6 +2,11 @@
 
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+
 namespace c10d_ext {
 
 // Runs `f` without the GIL. For whatever blocks: the threads that it waits for may need it, and
@@ -30,6 +35,24 @@ inline void check_signals() {
   if (PyErr_CheckSignals() != 0) {
     throw pybind11::error_already_set();
   }
+}
+
+// Waits for `is_over`, which `lock` guards, and lets Ctrl-C through; false: not by `until`.
+template <class IsOver>
+bool wait_interruptibly(std::condition_variable& changed, std::unique_lock<std::mutex>& lock,
+                        std::chrono::steady_clock::time_point until, const IsOver& is_over) {
+  constexpr std::chrono::milliseconds kLook{50};
+  while (!is_over()) {
+    const auto now = std::chrono::steady_clock::now();
+    if (now >= until) {
+      return false;
+    }
+    changed.wait_until(lock, std::min(until, now + kLook));
+    lock.unlock();
+    check_signals();
+    lock.lock();
+  }
+  return true;
 }
 
 }  // namespace c10d_ext

@@ -4,7 +4,6 @@
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -74,14 +73,9 @@ class PatientWork final : public c10d::Work {
       run();
     }
     std::unique_lock<std::mutex> lock(mutex_);
-    while (inner_ != nullptr) {  // the taker's wait ends by the backend's own timeout
-      if (Clock::now() >= until) {
-        C10_THROW_ERROR(DistBackendError, c10::str("no end after ", timeout.count(), " ms"));
-      }
-      over_.wait_until(lock, std::min(until, Clock::now() + kLook));
-      lock.unlock();
-      check_signals();
-      lock.lock();
+    // The taker's wait ends by the backend's own timeout.
+    if (!wait_interruptibly(over_, lock, until, [this] { return inner_ == nullptr; })) {
+      C10_THROW_ERROR(DistBackendError, c10::str("no end after ", timeout.count(), " ms"));
     }
     if (error_) {
       std::rethrow_exception(error_);
@@ -192,9 +186,6 @@ class PatientWork final : public c10d::Work {
       future_->markCompleted(c10::IValue());
     }
   }
-
-  // How often a wait looks for Ctrl-C.
-  static constexpr std::chrono::milliseconds kLook{50};
 
   mutable std::mutex mutex_;
   std::condition_variable over_;

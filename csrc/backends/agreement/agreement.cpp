@@ -73,15 +73,6 @@ std::string seconds(Milliseconds time) {
   return out.str();
 }
 
-std::string numbers_of(const std::vector<int>& ranks) {
-  std::ostringstream out;
-  out << (ranks.size() == 1 ? "rank " : "ranks ");
-  for (size_t i = 0; i < ranks.size(); ++i) {
-    out << (i == 0 ? "" : i + 1 == ranks.size() ? " and " : ", ") << ranks[i];
-  }
-  return out.str();
-}
-
 Words words_of(uint64_t seq, const Called& called) {
   Words words;
   words.put(static_cast<int64_t>(seq)).put(static_cast<int64_t>(called.verb)).put(called.unit);
@@ -153,28 +144,10 @@ std::optional<Difference> difference(const std::vector<Called>& calls, uint64_t 
       found.ranks.push_back(static_cast<int>(rank));
     }
   }
-  std::ostringstream text;
   if (!found.ranks.empty()) {
-    text << "every rank must enter the same collective with matching arguments, got ";
-    // Ranks that say the same share a line.
-    std::vector<bool> told(calls.size());
-    const char* separator = "";
-    for (size_t rank = 0; rank < calls.size(); ++rank) {
-      if (told[rank]) {
-        continue;
-      }
-      std::vector<int> same;
-      for (size_t other = rank; other < calls.size(); ++other) {
-        if (!told[other] && agree(calls[rank], calls[other])) {
-          told[other] = true;
-          same.push_back(static_cast<int>(other));
-        }
-      }
-      text << separator << text_of(calls[rank]) << " on " << numbers_of(same);
-      separator = ", ";
-    }
-    text << " in collective " << seq;
-    found.text = text.str();
+    found.text = shm::text_of_difference(
+        calls.size(), seq, [&](size_t a, size_t b) { return agree(calls[a], calls[b]); },
+        [&](size_t rank) { return text_of(calls[rank]); });
     return found;
   }
   const size_t ranks = calls.size();
@@ -190,6 +163,7 @@ std::optional<Difference> difference(const std::vector<Called>& calls, uint64_t 
       const int64_t sent = calls[from].sends[to];
       const int64_t expected = calls[to].expects[from];
       if (concerned && sent != expected) {
+        std::ostringstream text;
         text << "what a rank sends must be what the other expects, got " << sent << " x "
              << calls[from].unit << " from rank " << from << " for rank " << to
              << ", which expects " << expected << ", in collective " << seq;

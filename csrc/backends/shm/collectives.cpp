@@ -275,15 +275,6 @@ class Collective {
   bool all_even_ = true;
 };
 
-std::string list_of(const std::vector<int>& ranks) {
-  std::ostringstream out;
-  out << (ranks.size() == 1 ? "rank " : "ranks ");
-  for (size_t i = 0; i < ranks.size(); ++i) {
-    out << (i == 0 ? "" : i + 1 == ranks.size() ? " and " : ", ") << ranks[i];
-  }
-  return out.str();
-}
-
 std::string describe(const Descriptor& d) {
   std::ostringstream out;
   const Verb verb = static_cast<Verb>(d.verb);
@@ -337,31 +328,13 @@ std::optional<Failure> Collective::compare(bool strict) {
     }
   }
   if (!others.empty()) {
-    std::ostringstream text;
-    text << "every rank must enter the same collective with matching arguments, got ";
-    // Ranks that say the same share a line.
-    std::vector<bool> told(static_cast<size_t>(n_));
-    const char* separator = "";
-    for (size_t p = 0; p < all.size(); ++p) {
-      if (told[p]) {
-        continue;
-      }
-      std::vector<int> same;
-      for (size_t q = p; q < all.size(); ++q) {
-        if (!told[q] && agree(all[p], all[q])) {
-          told[q] = true;
-          same.push_back(static_cast<int>(q));
-        }
-      }
-      text << separator << describe(all[p]);
-      if (strict && all[p].shapes != 0) {
-        text << " of shape " << text_of_shapes(all[p].shapes);
-      }
-      text << " on " << list_of(same);
-      separator = ", ";
-    }
-    text << " in collective " << seq_;
-    return mismatch(text.str(), others);
+    const auto said = [&](size_t rank) {
+      const uint64_t shapes = strict ? all[rank].shapes : 0;
+      return describe(all[rank]) + (shapes != 0 ? " of shape " + text_of_shapes(shapes) : "");
+    };
+    const std::string text = text_of_difference(
+        all.size(), seq_, [&](size_t a, size_t b) { return agree(all[a], all[b]); }, said);
+    return mismatch(text, others);
   }
   if (request_.reduce_op == ReduceOp::PremulSum) {
     for (const Descriptor& d : all) {

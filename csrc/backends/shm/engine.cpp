@@ -112,6 +112,45 @@ uint64_t exact(const int64_t* sizes, size_t dimensions) {
 
 }  // namespace
 
+namespace {
+
+std::string list_of(const std::vector<int>& ranks) {
+  std::ostringstream out;
+  out << (ranks.size() == 1 ? "rank " : "ranks ");
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    out << (i == 0 ? "" : i + 1 == ranks.size() ? " and " : ", ") << ranks[i];
+  }
+  return out.str();
+}
+
+}  // namespace
+
+std::string text_of_difference(size_t ranks, uint64_t seq,
+                               const std::function<bool(size_t, size_t)>& agree,
+                               const std::function<std::string(size_t)>& said) {
+  std::ostringstream text;
+  text << "every rank must enter the same collective with matching arguments, got ";
+  // Ranks that say the same share a line.
+  std::vector<bool> told(ranks);
+  const char* separator = "";
+  for (size_t rank = 0; rank < ranks; ++rank) {
+    if (told[rank]) {
+      continue;
+    }
+    std::vector<int> same;
+    for (size_t other = rank; other < ranks; ++other) {
+      if (!told[other] && agree(rank, other)) {
+        told[other] = true;
+        same.push_back(static_cast<int>(other));
+      }
+    }
+    text << separator << said(rank) << " on " << list_of(same);
+    separator = ", ";
+  }
+  text << " in collective " << seq;
+  return text.str();
+}
+
 uint64_t add_shape(uint64_t shapes, const int64_t* sizes, size_t dimensions) {
   const uint64_t code = exact(sizes, dimensions);
   if (code != 0 && (shapes == 0 || shapes == code)) {

@@ -33,6 +33,12 @@ enum class Verb : uint8_t {
 
 std::string_view name_of(Verb verb);
 
+// "every rank must ..., got a on ranks 0 and 2, b on rank 1 in collective 7": what ranks 0, 1, ...
+// have said that do not agree.
+std::string text_of_difference(size_t ranks, uint64_t seq,
+                               const std::function<bool(size_t, size_t)>& agree,
+                               const std::function<std::string(size_t)>& said);
+
 // What is compared of several shapes (0: none yet), and one more. Shapes that are all the same,
 // with up to 6 dimensions that are not too large for 60 bits, stand for themselves, others are
 // hashed.
