@@ -6,8 +6,10 @@
 // few chunks in flight: main memory sees each byte read once and written once.
 //   Exchange: all that moves parts between ranks, and reduce-scatter.
 //   TwoShot:  all_reduce and reduce. Rank q reduces the q-th part of each chunk for everyone.
+//   Swap:     what two ranks both give to and take from each other.
 
 #include <algorithm>
+#include <array>
 #include <memory>
 #include <sstream>
 
@@ -32,6 +34,11 @@ constexpr size_t kMostAtOnce = size_t{1} << 20;
 
 bool is_reducing(Verb verb) {
   return verb == Verb::AllReduce || verb == Verb::Reduce || verb == Verb::ReduceScatter;
+}
+
+bool is_float8(DType dtype) {
+  return dtype == DType::Float8_e4m3fn || dtype == DType::Float8_e4m3fnuz ||
+         dtype == DType::Float8_e5m2 || dtype == DType::Float8_e5m2fnuz;
 }
 
 // Random access to a buffer.
@@ -162,12 +169,18 @@ class Collective {
   bool is_small() const {
     const size_t bytes = eager_bytes();
     size_t most = team_.layout().eager_bytes();
-    if (verb() == Verb::AllReduce || verb() == Verb::Reduce) {
+    if ((verb() == Verb::AllReduce || verb() == Verb::Reduce) && divides_work()) {
       most = std::min(most, kOneShot);
     } else if (verb() == Verb::AllGather || verb() == Verb::Gather) {
       most = std::min(most, kMostAtOnce / static_cast<size_t>(n_));
     }
     return bytes <= most;
+  }
+
+  // Whether each rank should reduce a part for all, or all of them everything: two ranks send each
+  // other as many bytes either way, and only float8 takes longer to reduce than to fetch.
+  bool divides_work() const {
+    return n_ > 2 || is_float8(request_.dtype);
   }
 
   // Whether a source is this rank's part for itself, which it takes from there.
@@ -229,13 +242,13 @@ class Collective {
     return request_.reduce_op == ReduceOp::PremulSum ? factors_.data() : nullptr;
   }
 
-  // Reduces [offset, offset + bytes) of what the ranks contribute; contributions[me] is replaced by
-  // this rank's own source. Either of the results may be missing.
+  // Reduces [offset, offset + bytes) of what the ranks contribute: what `from(p)` points to, but of
+  // this rank its own source. Either of the results may be missing.
+  template <class From>
   void reduce_range(const Span& own, size_t offset, size_t bytes, const Span* target,
-                    std::byte* result, const std::vector<const std::byte*>& contributions,
-                    bool streaming) const {
+                    std::byte* result, const From& from, bool streaming) const {
     const size_t element = size_of(request_.dtype);
-    std::vector<const void*> pointers(static_cast<size_t>(n_));
+    std::array<const void*, Layout::kMaxSize> pointers;
     for (size_t done = 0; done < bytes;) {
       Piece piece = own.at(offset + done, bytes - done);
       std::byte* out = result != nullptr ? result + done : nullptr;
@@ -245,8 +258,8 @@ class Collective {
         piece.bytes = to.bytes;
         also = std::exchange(out, to.data);
       }
-      for (size_t p = 0; p < pointers.size(); ++p) {
-        pointers[p] = static_cast<int>(p) == me_ ? piece.data : contributions[p] + done;
+      for (int p = 0; p < n_; ++p) {
+        pointers[static_cast<size_t>(p)] = p == me_ ? piece.data : from(p) + done;
       }
       reduce(request_.dtype, request_.reduce_op, out, also, pointers.data(), n_,
              piece.bytes / element, factors_or_null(), streaming && target != nullptr);
@@ -384,16 +397,18 @@ void Collective::read_eagerly() const {
       if (verb() == Verb::Reduce && !is_root()) {
         return;
       }
-      std::vector<const std::byte*> contributions;
-      for (int p = 0; p < n_; ++p) {
-        contributions.push_back(from(p) + (verb() == Verb::ReduceScatter ? mine : 0));
-      }
+      const auto contribution = [&](int rank) {
+        return from(rank) + (verb() == Verb::ReduceScatter ? mine : 0);
+      };
       if (request_.targets[0].size() == 1) {
-        reduce_range(source(me_), 0, part, &target(0), nullptr, contributions, /*streaming=*/false);
+        reduce_range(source(me_), 0, part, &target(0), nullptr, contribution, /*streaming=*/false);
         return;
       }
       // One reduction for all pieces.
-      const std::vector<const void*> all(contributions.begin(), contributions.end());
+      std::vector<const void*> all;
+      for (int p = 0; p < n_; ++p) {
+        all.push_back(contribution(p));
+      }
       const std::unique_ptr<std::byte[]> result(new std::byte[part]);
       reduce(request_.dtype, request_.reduce_op, result.get(), nullptr, all.data(), n_,
              part / size_of(request_.dtype), factors_or_null(), /*streaming=*/false);
@@ -500,12 +515,9 @@ class Exchange {
   void read_chunk(size_t i) const {
     if (c_.verb() == Verb::ReduceScatter) {
       const auto [offset, bytes] = range(c_.target(0), i);
-      std::vector<const std::byte*> contributions;
-      for (int p = 0; p < c_.n_; ++p) {
-        contributions.push_back(slot(p, i, c_.me_));
-      }
-      c_.reduce_range(c_.source(c_.me_), offset, bytes, &c_.target(0), nullptr, contributions,
-                      streaming_);
+      c_.reduce_range(
+          c_.source(c_.me_), offset, bytes, &c_.target(0), nullptr,
+          [&](int p) { return slot(p, i, c_.me_); }, streaming_);
       return;
     }
     for (int step = 1; step < c_.n_; ++step) {
@@ -580,13 +592,11 @@ class TwoShot {
   void reduce_chunk(size_t k) const {
     const size_t me = static_cast<size_t>(c_.me_);
     const auto [offset, bytes] = range(k, me);
-    std::vector<const std::byte*> contributions;
-    for (int p = 0; p < c_.n_; ++p) {
-      contributions.push_back(contribution(p, k, me));
-    }
     const bool for_others = c_.verb() == Verb::AllReduce || !c_.is_root();
-    c_.reduce_range(c_.source(0), offset, bytes, collects_ ? &c_.target(0) : nullptr,
-                    for_others ? result(c_.me_, k) : nullptr, contributions, streaming_);
+    c_.reduce_range(
+        c_.source(0), offset, bytes, collects_ ? &c_.target(0) : nullptr,
+        for_others ? result(c_.me_, k) : nullptr, [&](int p) { return contribution(p, k, me); },
+        streaming_);
   }
   void collect_chunk(size_t k) const {
     for (size_t step = 1; step < n_ && collects_; ++step) {
@@ -619,6 +629,102 @@ class TwoShot {
   bool collects_, streaming_;
 };
 
+// Two ranks that give and take: all_reduce, reduce_scatter, all_gather and all_to_all. Where a rank
+// has read a piece of the peer's, it puts its own next one: a line of the cache comes over with the
+// peer's data and goes back with this rank's, where two one-way streets would have it fetched by
+// the reader and then taken back, empty, by the writer. Step k + 2 tells that chunk k is written.
+class Swap {
+ public:
+  static constexpr size_t kDepth = 4;
+
+  static bool fits(const Collective& c) {
+    switch (c.verb()) {
+      case Verb::AllReduce:
+        return !c.divides_work();
+      case Verb::ReduceScatter:
+      case Verb::AllGather:
+      case Verb::AllToAll:
+        return c.n_ == 2;
+      default:
+        return false;
+    }
+  }
+
+  explicit Swap(const Collective& c) : c_(c), peer_(1 - c.me_), reduces_(is_reducing(c.verb())) {
+    const bool all = c.verb() == Verb::AllReduce || c.verb() == Verb::AllGather;
+    gives_ = &c.source(all ? c.me_ : peer_);
+    takes_ = &c.target(reduces_ ? c.me_ : peer_);
+    const size_t bytes = std::max(gives_->bytes(), takes_->bytes());
+    const size_t room = c.team_.layout().bulk_bytes() / kDepth / kPiece * kPiece;
+    const size_t wanted = round_up(chunks(bytes, 2 * kDepth), kPiece);
+    chunk_ = std::min({std::max(wanted, kMinChunk), kChunk, room});
+    const size_t own_bytes = reduces_ ? 0 : c.target(c.me_).bytes();
+    swaps = chunks(bytes, chunk_);
+    own = chunks(own_bytes, chunk_);
+    streaming_ = takes_->bytes() + own_bytes >= kStreaming &&
+                 !(reduces_ && shares_memory(c.source(c.me_), *takes_));
+  }
+
+  uint64_t written(size_t k) const {
+    return stage_of(c_.seq_, k + 2);
+  }
+
+  void write_chunk(size_t k) const {
+    write(k * chunk_, chunk_, place(c_.me_, k));
+  }
+  // Reads the peer's chunk k and writes this rank's chunk k + kDepth, piece by piece.
+  void swap_chunk(size_t k) const {
+    for (size_t at = 0; at < chunk_; at += kPiece) {
+      std::byte* const piece = place(peer_, k) + at;
+      read(k * chunk_ + at, piece);
+      write((k + kDepth) * chunk_ + at, kPiece, piece);
+    }
+  }
+  // This rank's part for itself does not travel.
+  void keep_chunk(size_t k) const {
+    const auto [offset, bytes] = range(c_.target(c_.me_), k * chunk_, chunk_);
+    copy_span(c_.source(c_.me_), c_.target(c_.me_), offset, bytes, streaming_);
+  }
+
+  // How many chunks go over, as many on both ranks, and how many stay here.
+  size_t swaps, own;
+
+ private:
+  // A few of them are in the first cache at a time.
+  static constexpr size_t kPiece = 4096;
+  static_assert(kChunk % kPiece == 0 && kMinChunk % kPiece == 0);
+
+  static std::pair<size_t, size_t> range(const Span& span, size_t begin, size_t most) {
+    const size_t offset = std::min(begin, span.bytes());
+    return {offset, std::min(most, span.bytes() - offset)};
+  }
+  void write(size_t begin, size_t most, std::byte* to) const {
+    const auto [offset, bytes] = range(*gives_, begin, most);
+    gives_->read(offset, bytes, to);
+  }
+  void read(size_t begin, const std::byte* from) const {
+    const auto [offset, bytes] = range(*takes_, begin, kPiece);
+    if (reduces_) {
+      const auto contribution = [from](int) { return from; };
+      c_.reduce_range(c_.source(c_.me_), offset, bytes, takes_, nullptr, contribution, streaming_);
+    } else {
+      takes_->write(offset, bytes, from, streaming_);
+    }
+  }
+  // Where `rank` writes chunk k: each of the two in the other's last but kDepth.
+  std::byte* place(int rank, size_t k) const {
+    const int side = rank ^ static_cast<int>(k / kDepth & 1);
+    return c_.team_.bulk(side) + k % kDepth * chunk_;
+  }
+
+  const Collective& c_;
+  const int peer_;
+  const bool reduces_;
+  const Span *gives_, *takes_;
+  size_t chunk_;
+  bool streaming_;
+};
+
 // A group of one: the reduction of one value is not always that value (premul_sum).
 void run_alone(const Collective& c) {
   if (c.request_.targets.empty()) {
@@ -628,8 +734,8 @@ void run_alone(const Collective& c) {
     copy_span(c.source(0), c.target(0), 0, c.target(0).bytes(), false);
     return;
   }
-  std::vector<const std::byte*> contributions(1);
-  c.reduce_range(c.source(0), 0, c.source(0).bytes(), &c.target(0), nullptr, contributions,
+  const auto nobody = [](int) -> const std::byte* { return nullptr; };
+  c.reduce_range(c.source(0), 0, c.source(0).bytes(), &c.target(0), nullptr, nobody,
                  /*streaming=*/false);
 }
 
@@ -656,7 +762,26 @@ Task run_collective(const Team& team, const Request& request, uint64_t seq, cons
   }
   co_await std::suspend_always{};
 
-  if (c.verb() == Verb::AllReduce || c.verb() == Verb::Reduce) {
+  if (Swap::fits(c)) {
+    const Swap s(c);
+    for (size_t k = 0; k < std::min(Swap::kDepth, s.swaps); ++k) {
+      s.write_chunk(k);
+      team.publish(s.written(k));
+    }
+    for (size_t k = 0; k < std::max(s.swaps, s.own); ++k) {
+      if (k < s.swaps) {
+        co_await team.until(Team::kAll, s.written(k));
+        s.swap_chunk(k);
+        if (k + Swap::kDepth < s.swaps) {
+          team.publish(s.written(k + Swap::kDepth));
+        }
+      }
+      if (k < s.own) {
+        s.keep_chunk(k);
+      }
+      co_await std::suspend_always{};
+    }
+  } else if (c.verb() == Verb::AllReduce || c.verb() == Verb::Reduce) {
     const TwoShot t(c);
     // Room is reused every other chunk. Contribution k - 1 has been read by all when all have
     // reduced it, and result k - 2 when all have written chunk k: both are waited for anyway.

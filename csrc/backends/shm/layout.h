@@ -144,9 +144,11 @@ class Layout {
            ((seq & 1) * 2 + static_cast<size_t>(direction)) * size_ * sizeof(uint64_t);
   }
   // The descriptor of a collective, followed at once by room for eager_bytes() of data. One for
-  // even and one for odd collectives: see Team::announce.
+  // even and one for odd collectives: see Team::eager. Two ranks trade places every time: a rank
+  // writes where it has read last, lines of the cache that it has already.
   size_t descriptor(int rank, uint64_t seq) const {
-    return control(rank) + eager_ + (seq & 1) * eager_stride_;
+    const int place = size_ == 2 ? rank ^ static_cast<int>(seq >> 1 & 1) : rank;
+    return control(place) + eager_ + (seq & 1) * eager_stride_;
   }
   size_t eager_bytes() const {
     return eager_bytes_;
