@@ -20,9 +20,12 @@ import torch_c10d_ext
 import torch_c10d_ext.distributed as ours
 from tests.contract import Report, calls_in, verify
 from tests.harness import run, values
+from tests.harness.worker import FALLBACK
 from torch_c10d_ext import functional
 
 BACKENDS = ("gloo", "shm")
+# shm's verbs over gloo, too, where ranks cannot share memory.
+EVERYWHERE = (*BACKENDS, FALLBACK)
 SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (5,), (2, 3))
 # A message that never comes ends a test, not the machine's patience.
 DEADLINE = 150
@@ -108,7 +111,7 @@ def _speaks_torchs_language(ours_sends: bool) -> None:
 
 @pytest.mark.parametrize("ours_sends", [True, False])
 def test_messages_to_and_from_torch(ours_sends: bool) -> None:
-    for backend in BACKENDS:
+    for backend in EVERYWHERE:
         run(2, _speaks_torchs_language, ours_sends, backend=backend)
 
 
@@ -232,7 +235,7 @@ def _works() -> None:
 
 
 def test_works() -> None:
-    for backend in BACKENDS:
+    for backend in EVERYWHERE:
         run(2, _works, backend=backend, deadline=DEADLINE)
 
 
@@ -426,7 +429,7 @@ def _refused() -> None:
 
 
 def test_bad_input_is_refused_before_anything_is_sent() -> None:
-    for backend in BACKENDS:
+    for backend in EVERYWHERE:
         run(2, _refused, backend=backend)
 
 

@@ -294,6 +294,101 @@ class AgreedWork final : public c10d::Work {
       c10::make_intrusive<c10::ivalue::Future>(c10::NoneType::get());
 };
 
+// As shm calls it.
+std::string name_of(const Message& message) {
+  return std::string(name_of(message.sends ? Verb::Send : Verb::Recv));
+}
+
+c10d::OpType type_of(const Message& message) {
+  return message.sends                ? c10d::OpType::SEND
+         : message.peer == kAnySource ? c10d::OpType::RECVANYSOURCE
+                                      : c10d::OpType::RECV;
+}
+
+// A message that gloo begins once its other end is there. Can only be waited for, as gloo's own.
+class GrantedWork final : public c10d::Work {
+ public:
+  GrantedWork(const Message& message, int rank) : c10d::Work(rank, type_of(message)) {}
+
+  void number(uint64_t number) {
+    number_ = number;
+  }
+
+  void follow(c10::intrusive_ptr<c10d::Work> inner, int peer) {
+    {
+      std::lock_guard lock(mutex_);
+      inner_ = std::move(inner);
+      peer_ = peer;
+    }
+    changed_.notify_all();
+  }
+
+  void fail(std::exception_ptr error) {
+    {
+      std::lock_guard lock(mutex_);
+      error_ = std::move(error);
+    }
+    changed_.notify_all();
+  }
+
+  bool isCompleted() override {
+    std::lock_guard lock(mutex_);
+    return error_ || (inner_ && inner_->isCompleted());
+  }
+
+  bool wait(std::chrono::milliseconds /*timeout*/) override {
+    c10::intrusive_ptr<c10d::Work> inner;
+    {
+      // The agreement ends it in time.
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [this] { return inner_ || error_; });
+      if (error_) {
+        std::rethrow_exception(error_);
+      }
+      inner = inner_;
+    }
+    return inner->wait(kNoTimeout);
+  }
+
+  void abort() override {
+    c10::intrusive_ptr<c10d::Work> inner;
+    {
+      std::lock_guard lock(mutex_);
+      inner = inner_;
+    }
+    if (inner) {
+      inner->abort();
+    }
+  }
+
+  int sourceRank() const override {
+    std::lock_guard lock(mutex_);
+    return peer_;
+  }
+
+  uint64_t getSequencenumber() const override {
+    return number_;
+  }
+
+ private:
+  std::atomic<uint64_t> number_{0};
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  c10::intrusive_ptr<c10d::Work> inner_;
+  int peer_ = kAnySource;
+  std::exception_ptr error_;
+};
+
+bool says_it_all(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const CollectiveError&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
 // How long a group that is destroyed with work in flight waits for it.
 constexpr std::chrono::milliseconds kGrace{5000};
 
@@ -419,30 +514,41 @@ OverGloo::WorkPtr OverGloo::agree(string_view op, Called called, std::function<W
   return work;
 }
 
-OverGloo::WorkPtr OverGloo::refused(string_view op) const {
-  const auto failure = agreement_->failure(std::string(op), 0, Milliseconds(0));
-  if (!failure) {
-    return {};
-  }
-  auto work = c10::make_intrusive<AgreedWork>(op, c10d::OpType::UNKNOWN, group_);
-  work->end(error_of(*failure, group_.name()));
-  return work;
-}
-
-OverGloo::WorkPtr OverGloo::explained(string_view op, WorkPtr message) {
-  if (dynamic_cast<const AgreedWork*>(message.get()) != nullptr) {
-    return message;  // refused
-  }
+OverGloo::WorkPtr OverGloo::agree(const Message& message, std::function<WorkPtr(int peer)> begin) {
+  auto work = c10::make_intrusive<GrantedWork>(message, rank_);
+  Agreement::Message end;
+  end.sends = message.sends;
+  end.peer = static_cast<int>(message.peer);
+  end.tag = message.tag;
+  end.bytes = message.tensor.nbytes();
+  // torch sends complex values as pairs of reals.
+  end.dtype = dtype_of(c10::toRealValueType(message.tensor.scalar_type()));
+  end.timeout = timeout_;
+  end.begin = [work, begin = std::move(begin), state = at::ThreadLocalState()](int peer) {
+    const at::ThreadLocalStateGuard as_the_caller(state);
+    try {
+      work->follow(begin(peer), peer);
+    } catch (...) {
+      work->fail(std::current_exception());
+    }
+  };
+  end.fail = [work, group = group_.name()](const shm::Failure& failure) {
+    work->fail(error_of(failure, group));
+  };
+  work->number(agreement_->post(std::move(end)));
   {
     std::lock_guard lock(messages_mutex_);
     std::erase_if(messages_, [](const auto& weak) {
-      const auto work = weak.lock();
-      return !work || work->isCompleted();
+      const auto known = weak.lock();
+      return !known || known->isCompleted();
     });
-    messages_.emplace_back(message);
+    messages_.emplace_back(work);
   }
-  return with_patience(std::move(message), [op = std::string(op), group = group_.name(),
-                                            agreement = agreement_](std::exception_ptr error) {
+  return with_patience(work, [op = name_of(message), group = group_.name(),
+                              agreement = agreement_](std::exception_ptr error) {
+    if (says_it_all(error)) {
+      return error;
+    }
     const auto failure = agreement->failure(op, 0, kExplained);
     return failure ? error_of(*failure, group) : error;
   });

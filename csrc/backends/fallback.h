@@ -26,12 +26,15 @@
 
 namespace c10d_ext {
 
+struct Message;
+
 // The "shm" backend where ranks cannot share memory: its verbs over gloo.
 //
 // Each verb is checked as ShmBackend checks it and carried out by core/exchange.h, which makes
 // every dtype, stride, size and reduce op from what gloo has. The ops use that past the verbs.
 //
-// gloo begins a collective once all ranks have called it and agree, whoever called it.
+// gloo begins a collective once all ranks have called it and agree, and a message once both its
+// ends are there and agree, whoever called it.
 class OverGloo final : public c10d::Backend, private VerbChecks {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
@@ -53,10 +56,9 @@ class OverGloo final : public c10d::Backend, private VerbChecks {
   // `begin` begins the collective at gloo, on another thread, once all ranks have called the same.
   // The work is that of both, and has a future.
   WorkPtr agree(std::string_view op, Called called, std::function<WorkPtr()> begin);
-  // A message's work where the group is of no more use, or null.
-  WorkPtr refused(std::string_view op) const;
-  // gloo's work of a message as one that is told why it failed.
-  WorkPtr explained(std::string_view op, WorkPtr message);
+  // `begin` begins the message at gloo, on another thread, once its other end at `peer` is there
+  // and fits. The work is that of both; any number of threads can ask and wait for it.
+  WorkPtr agree(const Message& message, std::function<WorkPtr(int peer)> begin);
 
   const c10::intrusive_ptr<c10d::Backend>& gloo() const {
     return gloo_;

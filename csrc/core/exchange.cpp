@@ -218,15 +218,19 @@ class Channel {
   bool starts_messages_together() const {
     return nccl_;
   }
-  // The work of a message that cannot be, or null.
-  WorkPtr refused() const {
-    return over_gloo_ != nullptr ? over_gloo_->refused(op_) : nullptr;
+  // As start(); `verb` is told who has the message's other end.
+  template <class Verb>
+  WorkPtr start_message(const Message& message, Verb&& verb) const {
+    if (over_gloo_ != nullptr) {
+      return over_gloo_->agree(
+          message, [backend = backend_, verb](int peer) mutable { return verb(*backend, peer); });
+    }
+    const auto peer = static_cast<int>(message.peer);
+    return start([&](auto& backend) { return verb(backend, peer); });
   }
   // A message as a work that any number of threads can ask and wait for.
   WorkPtr askable(WorkPtr work) const {
-    return over_gloo_ != nullptr ? over_gloo_->explained(op_, std::move(work))
-           : gloo_               ? with_patience(std::move(work))
-                                 : work;
+    return gloo_ && over_gloo_ == nullptr ? with_patience(std::move(work)) : work;
   }
 
   // Works know how long they took.
@@ -1211,19 +1215,14 @@ std::vector<WorkPtr> start_messages(std::string_view op, const Group& group,
   }
   std::vector<WorkPtr> started;
   for (size_t i = 0; i < messages.size(); ++i) {
-    const auto peer = static_cast<int>(messages[i].peer);
     const auto tag = static_cast<int>(messages[i].tag);
-    if (auto refused = channel.refused()) {
-      started.push_back(std::move(refused));
-      continue;
-    }
-    started.push_back(channel.start([&](auto& backend) {
-      if (messages[i].sends) {
-        return backend.send(wires[i], peer, tag);
-      }
-      return messages[i].peer == kAnySource ? backend.recvAnysource(wires[i], tag)
-                                            : backend.recv(wires[i], peer, tag);
-    }));
+    started.push_back(channel.start_message(
+        messages[i],
+        [wire = wires[i], sends = messages[i].sends, tag](auto& backend, int peer) mutable {
+          return sends                ? backend.send(wire, peer, tag)
+                 : peer == kAnySource ? backend.recvAnysource(wire, tag)
+                                      : backend.recv(wire, peer, tag);
+        }));
   }
   if (together) {
     const WorkPtr all = channel.end_batch(messages.front().tensor.device().type());

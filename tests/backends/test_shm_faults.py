@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import logging
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -587,22 +588,180 @@ def test_another_order_is_a_mismatch(backend: str) -> None:
     run(3, _order, backend=backend)
 
 
-def _receive_something_else() -> None:
+def _message_refused(works: list[Any], sent: torch.Tensor, wanted: torch.Tensor, tag: int) -> None:
+    """Both ends say the same, and nothing is written."""
     rank = dist.get_rank()
-    x = torch.full((5 + rank,), 7.0)
-    failure = report(lambda: dist.send(x, 1) if rank == 0 else dist.recv(x, 0))
-    assert failure.kind == "CollectiveMismatch", failure
-    assert "5 x float32 from rank 0" in failure.text
-    assert "6 x float32 expected by rank 1" in failure.text
-    assert x.eq(7).all()
+    before = wanted.clone()
+    op = "send" if rank == 0 else "recv"
+    for work in works:
+        failure = report(work.wait)
+        assert failure.kind == "CollectiveMismatch", failure
+        assert failure.text == (
+            f"{op}: what is sent must be what is received, got {told(sent)} from rank 0, "
+            f"{told(wanted)} expected by rank 1, tag {tag} (rank {rank}/2, group '0')"
+        )
+        assert (failure.op, failure.ranks) == (op, [0, 1]), failure
+        assert failure.seq > 0
+    assert torch.equal(wanted, before)
+
+
+def told(x: torch.Tensor) -> str:
+    return f"{x.numel()} x {str(x.dtype).removeprefix('torch.')}"
+
+
+def _receive_something_else(own: bool, receives_first: bool) -> None:
+    api: Any = ours if own else dist
+    rank = dist.get_rank()
+    for sent, wanted in (
+        (torch.ones(6), torch.full((5,), 7.0)),
+        (torch.ones(4), torch.full((5,), 7.0)),
+        (torch.ones(0), torch.full((5,), 7.0)),
+        (torch.ones(5), torch.ones(0)),
+        (torch.ones(5, dtype=torch.int32), torch.full((10,), 7.0)[::2]),
+        (torch.ones(2, dtype=torch.int64), torch.full((4,), 7.0)),
+        (torch.ones(1 << 20), torch.full((1 << 19,), 7.0)),
+    ):
+        for source in (0, None):
+
+            def start(
+                x: torch.Tensor, y: torch.Tensor, tag: int, source: int | None = source
+            ) -> Any:
+                # The barriers also show that collectives pass messages that wait.
+                if receives_first and rank == 0:
+                    dist.barrier()
+                work = api.isend(x, 1, tag=tag) if rank == 0 else api.irecv(y, source, tag=tag)
+                if receives_first and rank == 1:
+                    dist.barrier()
+                return work
+
+            _message_refused([start(sent, wanted, 2)], sent, wanted, 2)
+            # As if it had not been sent.
+            right = torch.arange(float(wanted.numel()))
+            work = start(right, wanted, 2)
+            work.wait()
+            if rank == 1:
+                assert torch.equal(wanted, right)
+                assert work._source_rank() == 0
     check_works()
-    y = torch.full((5,), float(rank))
-    dist.send(y, 1) if rank == 0 else dist.recv(y, 0)
-    assert y.eq(0).all()
 
 
-def test_a_message_of_another_size_fails_on_both_sides() -> None:
-    run(2, _receive_something_else, backend=BACKEND)
+@everywhere
+@pytest.mark.parametrize("receives_first", [False, True])
+def test_a_message_of_another_size_fails_on_both_sides(backend: str, receives_first: bool) -> None:
+    for own in (False, True):
+        run(2, _receive_something_else, own, receives_first, backend=backend)
+
+
+def _refused_among_others() -> None:
+    """Each send meets the receive of its turn, whatever became of those before."""
+    rank = dist.get_rank()
+    sizes, expected = (1, 2, 3, 4, 5, 6), (1, 5, 3, 9, 5, 6)
+    sent = [torch.full((size,), float(i)) for i, size in enumerate(sizes)]
+    got = [torch.full((size,), -1.0) for size in expected]
+    for api in (dist, ours):
+        for tag in (1, 2):  # whose messages pass each other
+            works = [
+                api.isend(x, 1, tag=tag) if rank == 0 else api.irecv(y, 0, tag=tag)
+                for x, y in zip(sent, got, strict=True)
+            ]
+            for work, x, y in reversed(list(zip(works, sent, got, strict=True))):
+                if x.numel() == y.numel():
+                    work.wait()
+                    assert rank == 0 or torch.equal(y, x)
+                else:
+                    _message_refused([work], x, y, tag)
+    # In a batch, there and back.
+    x, small, fits = torch.ones(3), torch.zeros(2), torch.zeros(3)
+    ops = [
+        ours.P2POp(ours.isend, x, 1 - rank, tag=1),
+        ours.P2POp(ours.irecv, small if rank else fits, 1 - rank, tag=1),
+    ]
+    sending, receiving = ours.batch_isend_irecv(ops)
+    if rank == 0:
+        _message_refused([sending], x, small, 1)
+        receiving.wait()
+        assert torch.equal(fits, x)
+    else:
+        sending.wait()
+        _message_refused([receiving], x, small, 1)
+    # As ops, which a graph holds.
+    (ticket,) = functional.batch_isend_irecv([small if rank else x], [1 - rank], [rank == 0])
+    failure = report(lambda: functional.wait_message(ticket))
+    assert failure.kind == "CollectiveMismatch", failure
+    assert "3 x float32 from rank 0, 2 x float32 expected by rank 1" in failure.text
+    # A future ends, too.
+    work = ours.isend(x, 1) if rank == 0 else ours.irecv(small, 0)
+    with pytest.raises(RuntimeError, match="2 x float32 expected by rank 1"):
+        work.get_future().wait()
+    assert work.is_completed() and not work.is_success()
+    check_works()
+
+
+@everywhere
+def test_messages_around_one_that_is_refused_arrive(backend: str) -> None:
+    run(2, _refused_among_others, backend=backend)
+
+
+def _never_comes() -> None:
+    rank = dist.get_rank()
+    group = dist.new_group(timeout=dt.timedelta(seconds=0.5))
+    for source in (1, None) if rank == 0 else ():
+        x = torch.full((3,), 7.0)
+        failure = report(lambda x=x, source=source: dist.recv(x, source, group, tag=5))
+        assert failure.kind == "CollectiveTimeout", failure
+        assert failure.ranks == ([] if source is None else [1]), failure
+        who = "any rank" if source is None else r"rank 1 \(pid \d+, \w+\)"
+        assert re.fullmatch(
+            r"recv: the message with tag 5 must be done within 0.5 s, got no answer from "
+            rf"{who} \(rank 0/2, group '\d+'\)",
+            failure.text,
+        ), failure.text
+        assert x.eq(7).all()
+    dist.barrier()
+    # What was given up does not take what comes later.
+    y = torch.full((2,), 1.0 + rank)
+    dist.recv(y, 1, group, tag=5) if rank == 0 else dist.send(y, 0, group, tag=5)
+    assert y.eq(2).all()
+    check_works(group)
+    dist.destroy_process_group(group)
+
+
+@everywhere
+def test_a_receive_gives_up_at_its_deadline(backend: str) -> None:
+    run(2, _never_comes, backend=backend)
+
+
+def _goes_on_after_a_rank_left() -> None:
+    rank = dist.get_rank()
+    group = dist.new_group()
+    check_works(group)
+    pending = dist.irecv(torch.empty(1), 1, group) if rank == 0 else None
+    dist.barrier()
+    if rank == 1:
+        dist.destroy_process_group(group)
+    if pending is not None:
+        for call in (
+            pending.wait,
+            lambda: dist.recv(torch.empty(1), 1, group),
+            lambda: dist.send(torch.empty(1), 1, group),
+        ):
+            failure = report(call)
+            assert failure.kind == "RankLost" and failure.ranks == [1], failure
+            assert "every rank must live until the message with tag 0 is done" in failure.text
+            assert "left the group" in failure.text
+        dist.send(torch.ones(3), 2, group)
+    elif rank == 2:
+        x = torch.zeros(3)
+        dist.recv(x, 0, group)
+        assert x.eq(1).all()
+    dist.barrier()
+    if rank != 1:
+        dist.destroy_process_group(group)
+
+
+@everywhere
+def test_messages_pass_between_ranks_that_stay(backend: str) -> None:
+    run(3, _goes_on_after_a_rank_left, backend=backend)
 
 
 # --- signals -------------------------------------------------------------------------------------

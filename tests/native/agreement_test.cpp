@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
@@ -195,6 +196,300 @@ void begins_what_all_have_called() {
   }
   for (auto& thread : threads) {
     thread.join();
+  }
+}
+
+// One end of a message and what became of it.
+class End {
+ public:
+  Agreement::Message message(bool sends, int peer, int64_t tag, int64_t count,
+                             std::chrono::milliseconds timeout = kLong) {
+    Agreement::Message message{sends, peer, tag, static_cast<uint64_t>(4 * count),
+                               shm::DType::Float, timeout, {}, {}};
+    message.begin = [state = state_](int peer) {
+      std::lock_guard lock(state->mutex);
+      state->peer = peer;
+      state->turn = ++turns;
+      state->changed.notify_all();
+    };
+    message.fail = [state = state_](const shm::Failure& failure) {
+      std::lock_guard lock(state->mutex);
+      state->failure = failure;
+      state->changed.notify_all();
+    };
+    return message;
+  }
+
+  // Who has the other one.
+  int peer() {
+    std::unique_lock lock(state_->mutex);
+    CHECK(state_->changed.wait_for(lock, kLong,
+                                   [this] { return state_->peer >= 0 || state_->failure; }));
+    if (state_->failure) {
+      std::fprintf(stderr, "%s\n", state_->failure->text.c_str());
+    }
+    CHECK(!state_->failure);
+    return state_->peer;
+  }
+  shm::Failure failure() {
+    std::unique_lock lock(state_->mutex);
+    CHECK(state_->changed.wait_for(lock, kLong, [this] { return state_->failure.has_value(); }));
+    CHECK(state_->peer < 0);
+    return *state_->failure;
+  }
+  bool waits() {
+    std::lock_guard lock(state_->mutex);
+    return state_->peer < 0 && !state_->failure;
+  }
+  // When it began, among all.
+  int turn() {
+    peer();
+    std::lock_guard lock(state_->mutex);
+    return state_->turn;
+  }
+
+ private:
+  struct State {
+    std::mutex mutex;
+    std::condition_variable changed;
+    int peer = -1;
+    int turn = 0;
+    std::optional<shm::Failure> failure;
+  };
+  static inline std::atomic<int> turns{0};
+  const std::shared_ptr<State> state_ = std::make_shared<State>();
+};
+
+uint64_t post_send(Ranks& ranks, int from, int to, End& end, int64_t tag = 0, int64_t count = 5,
+              std::chrono::milliseconds timeout = kLong) {
+  return ranks[from].post(end.message(true, to, tag, count, timeout));
+}
+
+uint64_t post_receive(Ranks& ranks, int to, int from, End& end, int64_t tag = 0, int64_t count = 5,
+                 std::chrono::milliseconds timeout = kLong) {
+  return ranks[to].post(end.message(false, from, tag, count, timeout));
+}
+
+// Between any two ranks, rank 0 or not, whoever comes first.
+const std::vector<std::pair<int, int>> kPairs{{0, 1}, {1, 0}, {1, 2}, {2, 1}};
+
+void both_ends_of_a_message_begin() {
+  Ranks ranks(3);
+  for (const auto& [from, to] : kPairs) {
+    for (const bool any : {false, true}) {
+      for (const bool sent_first : {false, true}) {
+        End sent, received;
+        const auto post = [&](bool sends) {
+          sends ? post_send(ranks, from, to, sent) : post_receive(ranks, to, any ? -1 : from, received);
+        };
+        post(sent_first);
+        std::this_thread::sleep_for(10ms);
+        CHECK(sent.waits() && received.waits());
+        post(!sent_first);
+        CHECK(sent.peer() == to && received.peer() == from);
+      }
+    }
+  }
+  // They are no collectives.
+  CHECK(ranks[1].count() == 0 && ranks[1].drain(0ms));
+}
+
+void messages_meet_in_the_order_of_their_calls() {
+  Ranks ranks(3);
+  constexpr int kMessages = 50;
+  for (const auto& [from, to] : kPairs) {
+    std::vector<End> sent(kMessages), received(kMessages);
+    End other_tag, other_rank;
+    post_receive(ranks, to, from, other_tag, 4);
+    post_receive(ranks, to, 3 - from - to, other_rank, 3);
+    std::thread sender([&, from = from, to = to] {
+      for (int i = 0; i < kMessages; ++i) {
+        post_send(ranks, from, to, sent[static_cast<size_t>(i)], 3, i);
+      }
+    });
+    for (int i = 0; i < kMessages; ++i) {
+      post_receive(ranks, to, i % 3 == 0 ? -1 : from, received[static_cast<size_t>(i)], 3, i);
+    }
+    sender.join();
+    // Their sizes tell that they are the right ones.
+    for (auto* ends : {&sent, &received}) {
+      for (size_t i = 0; i < kMessages; ++i) {
+        CHECK((*ends)[i].peer() == (ends == &sent ? to : from));
+        CHECK(i == 0 || (*ends)[i - 1].turn() < (*ends)[i].turn());
+      }
+    }
+    CHECK(other_tag.waits() && other_rank.waits());
+    End last, rest;
+    post_send(ranks, from, to, last, 4);
+    post_send(ranks, 3 - from - to, to, rest, 3);
+    CHECK(other_tag.peer() == from && other_rank.peer() == 3 - from - to);
+  }
+}
+
+void from_anybody_the_first_to_send_is_taken() {
+  Ranks ranks(3);
+  End first, second, third, any, named, late;
+  post_send(ranks, 1, 0, first);
+  post_send(ranks, 1, 0, second);
+  post_receive(ranks, 0, 2, named);
+  post_receive(ranks, 0, -1, any);
+  CHECK(any.peer() == 1 && first.peer() == 0);
+  CHECK(named.waits() && second.waits());
+  post_receive(ranks, 0, -1, late);
+  CHECK(late.peer() == 1 && second.peer() == 0);
+  post_send(ranks, 2, 0, third);
+  CHECK(named.peer() == 2);
+}
+
+void messages_that_do_not_fit_are_denied_at_both_ends() {
+  Ranks ranks(3);
+  for (const auto& [from, to] : kPairs) {
+    for (const bool any : {false, true}) {
+      End sent, received, next, taken;
+      const auto number = post_send(ranks, from, to, sent, 7, 6);
+      post_receive(ranks, to, any ? -1 : from, received, 7, 5);
+      for (auto* end : {&sent, &received}) {
+        const auto failure = end->failure();
+        CHECK(failure.kind == Kind::Mismatch && (failure.ranks == std::vector<int>{from, to}));
+        CHECK(failure.op == (end == &sent ? "send" : "recv"));
+        CHECK(end != &sent || failure.seq == number);
+        CHECK_HAS(failure.text,
+                  failure.op + ": what is sent must be what is received, got 6 x float32 from rank " +
+                      std::to_string(from) + ", 5 x float32 expected by rank " +
+                      std::to_string(to) + ", tag 7 (rank " +
+                      std::to_string(end == &sent ? from : to) + "/3, group 'test')");
+      }
+      // As if it had not been.
+      post_receive(ranks, to, any ? -1 : from, taken, 7, 4);
+      post_send(ranks, from, to, next, 7, 4);
+      CHECK(next.peer() == to && taken.peer() == from);
+      CHECK(!ranks[from].failure({}, 0, 0ms));
+    }
+  }
+  End sent, received;
+  auto message = sent.message(true, 0, 0, 5);
+  message.dtype = shm::DType::Int32;
+  ranks[1].post(std::move(message));
+  post_receive(ranks, 0, 1, received);
+  CHECK_HAS(received.failure().text, "5 x int32 from rank 1, 5 x float32 expected by rank 0");
+  CHECK(sent.failure().kind == Kind::Mismatch);
+}
+
+void messages_and_collectives_do_not_wait_for_each_other() {
+  Ranks ranks(3);
+  End received, sent;
+  std::vector<Call> calls(3);
+  post_receive(ranks, 2, 1, received);
+  for (int rank = 0; rank < 3; ++rank) {
+    ranks[rank].call(calls[static_cast<size_t>(rank)].operation(summed(6), kLong));
+  }
+  for (int rank = 0; rank < 3; ++rank) {
+    ranks[rank].done(calls[static_cast<size_t>(rank)].begun());
+    CHECK(ranks[rank].drain(kLong));
+  }
+  CHECK(received.waits());
+  Call waits;
+  ranks[1].call(waits.operation(summed(6), kLong));
+  post_send(ranks, 1, 2, sent);
+  CHECK(received.peer() == 1 && sent.peer() == 2);
+  CHECK(!waits.has_begun() && !waits.has_failed());
+}
+
+void a_message_that_nobody_answers_is_given_up() {
+  for (const bool apart : {false, true}) {
+    Ranks ranks(3, apart);
+    for (const auto& [from, to] : kPairs) {
+      End received, from_any, sent;
+      post_receive(ranks, to, from, received, 3, 5, 100ms);
+      post_receive(ranks, to, -1, from_any, 4, 5, 100ms);
+      post_send(ranks, from, to, sent, 5, 5, 100ms);
+      const auto who = [&](int rank) {
+        return "must be done within 0.1 s, got no answer from rank " + std::to_string(rank) +
+               " (pid " + std::to_string(getpid()) + ", " +
+               (apart && rank != 0 ? "alive)" : "");
+      };
+      const auto failure = received.failure();
+      CHECK(failure.kind == Kind::Timeout && failure.ranks == std::vector<int>{from});
+      CHECK_HAS(failure.text, "recv: the message with tag 3 " + who(from));
+      CHECK(sent.failure().ranks == std::vector<int>{to});
+      CHECK_HAS(sent.failure().text, "send: the message with tag 5 " + who(to));
+      CHECK(from_any.failure().ranks.empty());
+      CHECK_HAS(from_any.failure().text, "got no answer from any rank");
+      // Nobody meets them any more, and all else goes on.
+      for (const int64_t tag : {3, 4, 5}) {
+        End next, taken;
+        if (tag == 5) {
+          post_receive(ranks, to, from, taken, tag, 8);
+          std::this_thread::sleep_for(10ms);
+          CHECK(taken.waits());
+          post_send(ranks, from, to, next, tag, 8);
+        } else {
+          post_send(ranks, from, to, next, tag, 8);
+          std::this_thread::sleep_for(10ms);
+          CHECK(next.waits());
+          post_receive(ranks, to, tag == 4 ? -1 : from, taken, tag, 8);
+        }
+        CHECK(next.peer() == to && taken.peer() == from);
+      }
+    }
+  }
+}
+
+void messages_of_ranks_that_left_are_denied() {
+  Ranks ranks(4);
+  End before, from_left, after_left, to_left, any;
+  post_send(ranks, 1, 2, before);
+  post_receive(ranks, 2, 1, from_left, 1);
+  post_receive(ranks, 0, -1, any, 2);
+  ranks[1].leave(0ms);
+  CHECK(before.failure().kind == Kind::Closed);
+  post_receive(ranks, 2, 1, after_left);
+  post_send(ranks, 2, 1, to_left, 6);
+  for (auto* end : {&from_left, &after_left, &to_left}) {
+    const auto failure = end->failure();
+    CHECK(failure.kind == Kind::RankLost && failure.ranks == std::vector<int>{1});
+    CHECK_HAS(failure.text, "every rank must live until the message with tag " +
+                                std::string(end == &from_left    ? "1"
+                                            : end == &after_left ? "0"
+                                                                 : "6") +
+                                " is done, got rank 1 (pid " + std::to_string(getpid()) +
+                                ", left the group)");
+  }
+  // The others go on, until nobody is there who could send.
+  End sent, received;
+  post_send(ranks, 0, 2, sent);
+  post_receive(ranks, 2, 0, received);
+  CHECK(sent.peer() == 2 && received.peer() == 0);
+  ranks[3].leave(0ms);
+  std::this_thread::sleep_for(50ms);
+  CHECK(any.waits());
+  ranks[2].leave(0ms);
+  CHECK(any.failure().kind == Kind::RankLost);
+  CHECK((any.failure().ranks == std::vector<int>{1, 2, 3}));
+}
+
+void the_end_of_a_group_is_that_of_its_messages() {
+  {
+    Ranks ranks(3);
+    End sent, received, later;
+    post_send(ranks, 1, 0, sent);
+    post_receive(ranks, 2, -1, received);
+    ranks[0].abort();
+    for (auto* end : {&sent, &received}) {
+      CHECK(end->failure().kind == Kind::Closed);
+      CHECK_HAS(end->failure().text, "got an abort by rank 0");
+    }
+    post_send(ranks, 1, 2, later);
+    CHECK(later.failure().kind == Kind::Closed);
+  }
+  Ranks ranks(2);
+  End received, later;
+  post_receive(ranks, 1, 0, received);
+  ranks[1].leave(0ms);
+  post_receive(ranks, 1, 0, later);
+  for (auto* end : {&received, &later}) {
+    CHECK(end->failure().kind == Kind::Closed);
+    CHECK_HAS(end->failure().text, "recv: the group must be alive, got a destroyed one");
   }
 }
 
@@ -499,6 +794,14 @@ struct Test {
 
 constexpr Test kTests[] = {
     TEST(begins_what_all_have_called),
+    TEST(both_ends_of_a_message_begin),
+    TEST(messages_meet_in_the_order_of_their_calls),
+    TEST(from_anybody_the_first_to_send_is_taken),
+    TEST(messages_that_do_not_fit_are_denied_at_both_ends),
+    TEST(messages_and_collectives_do_not_wait_for_each_other),
+    TEST(a_message_that_nobody_answers_is_given_up),
+    TEST(messages_of_ranks_that_left_are_denied),
+    TEST(the_end_of_a_group_is_that_of_its_messages),
     TEST(nothing_begins_before_all_have_called),
     TEST(ranks_that_disagree_all_hear_of_it),
     TEST(uneven_parts_fit_where_their_sizes_do),

@@ -4,7 +4,11 @@
 //   rank r                                rank 0
 //   Calling: what                      ->
 //                                      <- Go, or Differ: how; once all ranks call
-//   Late, Broken: what is the matter   ->
+//   Posting: one end of a message      ->
+//                                      <- Granted: who has the other; once it is there
+//                                      <- Denied: why not
+//   Late, Broken, Overdue: what is
+//   the matter                         ->
 //                                      <- Ping: are you there?
 //   Pong                               ->
 //                                      <- Over: the group is of no more use, and why
@@ -31,6 +35,7 @@
 #include <utility>
 
 #include "backends/agreement/lines.h"
+#include "backends/agreement/matching.h"
 
 namespace c10d_ext {
 
@@ -44,8 +49,12 @@ enum Says : uint32_t {
   kCalling = 16,
   kGo,
   kDiffer,
+  kPosting,
+  kGranted,
+  kDenied,
   kLate,
   kBroken,
+  kOverdue,
   kPing,
   kPong,
   kOver,
@@ -73,9 +82,9 @@ std::string seconds(Milliseconds time) {
   return out.str();
 }
 
-Words words_of(uint64_t seq, const Called& called) {
+Words words_of(const Called& called) {
   Words words;
-  words.put(static_cast<int64_t>(seq)).put(static_cast<int64_t>(called.verb)).put(called.unit);
+  words.put(static_cast<int64_t>(called.verb)).put(called.unit);
   words.put(called.rest).put(called.root).put(called.count);
   words.put(static_cast<int64_t>(called.shapes)).put(called.sends).put(called.expects);
   return words;
@@ -92,6 +101,25 @@ Called take_called(Words& words) {
   called.sends = words.numbers();
   called.expects = words.numbers();
   return called;
+}
+
+Words words_of(const Agreement::Message& message) {
+  return Words()
+      .put(message.sends ? 1 : 0)
+      .put(message.peer)
+      .put(message.tag)
+      .put(static_cast<int64_t>(message.bytes))
+      .put(static_cast<int64_t>(message.dtype));
+}
+
+Posted take_posted(Words& words) {
+  Posted posted;
+  posted.sends = words.number() != 0;
+  posted.peer = static_cast<int>(words.number());
+  posted.tag = words.number();
+  posted.bytes = static_cast<uint64_t>(words.number());
+  posted.dtype = static_cast<shm::DType>(words.number());
+  return posted;
 }
 
 // Why a group is of no more use.
@@ -209,27 +237,21 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   // --- From any thread --------------------------------------------------------------------------
 
   uint64_t call(Operation operation) {
-    if (is_foreign()) {
-      operation.fail(closed(operation.op, 0, kForked));
-      return 0;
-    }
-    std::unique_lock lock(mutex_);
-    const uint64_t seq = ++count_;
-    if (end_ || leaving_) {
-      const auto failure =
-          leaving_ ? closed(operation.op, seq, kDestroyed) : told(*end_, operation.op, seq);
-      lock.unlock();
-      operation.fail(failure);
-      return seq;
-    }
-    const auto late = after(operation.timeout);
-    const Words words = words_of(seq, operation.called);
-    waiting_.emplace(seq, Flight{std::move(operation), late});
-    ++unbegun_;
-    news_.push_back({seq, kCalling, words});
-    lock.unlock();
-    wake();
-    return seq;
+    Words words = words_of(operation.called);
+    return enter(kCalling, std::move(words),
+                 {std::move(operation.op), std::nullopt, operation.timeout,
+                  std::move(operation.begin), std::move(operation.fail)});
+  }
+
+  uint64_t post(Message message) {
+    Words words = words_of(message);
+    std::string op(name_of(message.sends ? shm::Verb::Send : shm::Verb::Recv));
+    return enter(kPosting, std::move(words),
+                 {std::move(op), message.tag, message.timeout,
+                  [begin = std::move(message.begin)](uint64_t peer) {
+                    begin(static_cast<int>(peer));
+                  },
+                  std::move(message.fail)});
   }
 
   uint64_t count() const {
@@ -268,7 +290,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     std::unique_lock lock(mutex_);
     changed_.wait_until(lock, after(patience), [this] { return end_.has_value() || leaving_; });
     return leaving_ ? std::optional(closed(op, seq, kDestroyed))
-           : end_   ? std::optional(told(*end_, op, seq))
+           : end_   ? std::optional(told(*end_, op, seq, std::nullopt))
                     : std::nullopt;
   }
 
@@ -325,12 +347,18 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   static constexpr char kDestroyed[] = "the group must be alive, got a destroyed one";
 
   struct Flight {
-    Operation operation;
-    Clock::time_point late;  // when it has taken too long, as far as is known here
-    bool asked = false;      // rank 0, what is the matter
+    std::string op;
+    std::optional<int64_t> tag;  // of a message
+    Milliseconds timeout;
+    std::function<void(uint64_t)> begin;  // with the peer of a message, else the number
+    std::function<void(const shm::Failure&)> fail;
+    Clock::time_point late{};  // when it has taken too long, as far as is known here
+    bool asked = false;        // rank 0, what is the matter
   };
+  using Flights = std::map<uint64_t, Flight>;
+  using Begin = std::pair<uint64_t, std::function<void(uint64_t)>>;
 
-  // Something to say about collective `seq`.
+  // Something to say about collective, or message, `seq`.
   struct News {
     uint64_t seq;
     Says kind;
@@ -338,18 +366,44 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   };
 
   struct Failed {
-    Operation operation;
+    Flight flight;
     shm::Failure failure;
   };
 
-  // Rank 0's: something is the matter with collective `seq`.
+  // Rank 0's: something is the matter with collective `seq`, or message `seq` of rank `of`.
   struct Question {
     uint64_t seq;
     Says kind;
     std::string why;
-    Clock::time_point until;
-    std::set<int> silent;
+    int of = 0;
+    Clock::time_point until{};
+    std::set<int> silent{};
   };
+
+  // Tells rank 0 of it, with its number after `words`.
+  uint64_t enter(Says kind, Words words, Flight flight) {
+    if (is_foreign()) {
+      flight.fail(closed(flight.op, 0, kForked));
+      return 0;
+    }
+    const bool collective = kind == kCalling;
+    std::unique_lock lock(mutex_);
+    const uint64_t seq = collective ? ++count_ : ++posted_;
+    if (end_ || leaving_) {
+      const auto failure =
+          leaving_ ? closed(flight.op, seq, kDestroyed) : told(*end_, flight.op, seq, flight.tag);
+      lock.unlock();
+      flight.fail(failure);
+      return seq;
+    }
+    flight.late = after(flight.timeout);
+    (collective ? waiting_ : messages_).emplace(seq, std::move(flight));
+    unbegun_ += collective ? 1 : 0;
+    news_.push_back({seq, kind, words.put(static_cast<int64_t>(seq))});
+    lock.unlock();
+    wake();
+    return seq;
+  }
 
   void wake() const {
     const char word = 0;
@@ -372,13 +426,24 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     return failure_of(Kind::Closed, op, seq, text, {});
   }
 
-  shm::Failure told(const End& end, const std::string& op, uint64_t seq) const {
+  shm::Failure told(const End& end, const std::string& op, uint64_t seq,
+                    const std::optional<int64_t>& tag) const {
     std::string text = end.why;
     if (end.kind == Kind::RankLost) {
-      const std::string what = seq == 0 ? "message" : "collective " + std::to_string(seq);
-      text = "every rank must live until the " + what + " is done, got " + text;
+      text = text_of_loss(tag        ? text_of_message(*tag)
+                          : seq == 0 ? "message"
+                                     : "collective " + std::to_string(seq),
+                          text);
     }
     return failure_of(end.kind, op, seq, text, end.ranks);
+  }
+
+  static std::string text_of_loss(const std::string& what, const std::string& who) {
+    return "every rank must live until the " + what + " is done, got " + who;
+  }
+
+  static std::string text_of_message(int64_t tag) {
+    return "message with tag " + std::to_string(tag);
   }
 
   bool is_near(int rank) const {
@@ -446,12 +511,15 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
 
   // Until something is late; -1: nothing can be.
   int milliseconds_left() {
-    auto next = question_ ? question_->until : kNever;
+    auto next = kNever;
+    for (const auto& question : questions_) {
+      next = std::min(next, question.until);
+    }
     {
       std::lock_guard lock(mutex_);
-      if (!end_) {
-        for (const auto& [seq, flight] : waiting_) {
-          next = std::min(next, flight.late);
+      for (const auto* flights : {&waiting_, &messages_}) {
+        for (const auto& [seq, flight] : *flights) {
+          next = end_ ? next : std::min(next, flight.late);
         }
       }
       for (const auto& [seq, flight] : running_) {
@@ -554,29 +622,31 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
 
   void look_at_the_clock() {
     const auto now = Clock::now();
-    std::vector<Words> late;
+    std::vector<std::pair<Says, Words>> late;
     bool silent = false;
     {
       std::lock_guard lock(mutex_);
-      for (auto& [seq, flight] : waiting_) {
-        if (end_ || flight.late > now) {
-          continue;
+      for (auto* flights : {&waiting_, &messages_}) {
+        for (auto& [seq, flight] : *flights) {
+          if (end_ || flight.late > now) {
+            continue;
+          }
+          if (flight.asked) {
+            silent = true;  // rank 0 says nothing
+            continue;
+          }
+          flight.asked = true;
+          flight.late = after(kVerdict);
+          late.emplace_back(flight.tag ? kOverdue : kLate,
+                            Words().put(static_cast<int64_t>(seq)).put(seconds(flight.timeout)));
         }
-        if (flight.asked) {
-          silent = true;  // rank 0 says nothing
-          continue;
-        }
-        flight.asked = true;
-        flight.late = after(kVerdict);
-        late.push_back(
-            Words().put(static_cast<int64_t>(seq)).put(seconds(flight.operation.timeout)));
       }
       for (const auto& [seq, flight] : running_) {
         silent |= !end_ && flight.late <= now;
       }
     }
-    for (auto& words : late) {
-      say(kLate, std::move(words));
+    for (auto& [kind, words] : late) {
+      say(kind, std::move(words));
     }
     if (silent) {
       const std::string state = is_near(0) ? shm::process_state(members_[0].peer) : "silent";
@@ -585,27 +655,44 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
               "the collectives must be done in time, got no answer from " + describe(0, state),
               kGrace});
     }
-    if (question_ && (question_->silent.empty() || question_->until <= now)) {
-      answer();
+    std::vector<Question> ripe;
+    std::erase_if(questions_, [&](const Question& question) {
+      // That data does not come may be for a rank whose end is yet to be heard of.
+      const bool answered = question.silent.empty() && question.kind != kBroken;
+      if (answered || question.until <= now) {
+        ripe.push_back(question);
+        return true;
+      }
+      return false;
+    });
+    for (const auto& question : ripe) {
+      answer(question);
     }
   }
 
   // Calls what other code has to do, without the lock.
   void settle() {
-    std::vector<std::pair<uint64_t, std::function<void(uint64_t)>>> begins;
+    std::vector<Begin> begins, grants;
     std::vector<Failed> fails;
     size_t unbegun = 0;
     {
       std::lock_guard lock(mutex_);
       begins.swap(begins_);
+      grants.swap(grants_);
       fails.swap(fails_);
-      unbegun = fails.size() + (end_ ? waiting_.size() : 0);
-      const auto now = Clock::now();
-      for (auto it = waiting_.begin(); end_ && it != waiting_.end();) {
-        fails.push_back({std::move(it->second.operation), {}});
-        fails.back().failure = told(*end_, fails.back().operation.op, it->first);
-        it = waiting_.erase(it);
+      const auto fail = [&](Flights& flights, Flights::iterator it) {
+        auto failure = told(*end_, it->second.op, it->first, it->second.tag);
+        fails.push_back({std::move(it->second), std::move(failure)});
+        return flights.erase(it);
+      };
+      for (auto* flights : {&waiting_, &messages_}) {
+        for (auto it = flights->begin(); end_ && it != flights->end();) {
+          it = fail(*flights, it);
+        }
       }
+      unbegun = static_cast<size_t>(
+          std::count_if(fails.begin(), fails.end(), [](const Failed& f) { return !f.flight.tag; }));
+      const auto now = Clock::now();
       for (auto it = running_.begin(); end_ && it != running_.end();) {
         // Not before it is begun: that comes below.
         const bool begun = std::none_of(begins.begin(), begins.end(),
@@ -614,9 +701,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
           ++it;
           continue;
         }
-        fails.push_back({std::move(it->second.operation), {}});
-        fails.back().failure = told(*end_, fails.back().operation.op, it->first);
-        it = running_.erase(it);
+        it = fail(running_, it);
         abandoned_ = true;
       }
     }
@@ -627,8 +712,11 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
         broke(seq, error.what());
       }
     }
+    for (auto& [peer, begin] : grants) {
+      begin(peer);
+    }
     for (auto& failed : fails) {
-      failed.operation.fail(failed.failure);
+      failed.flight.fail(failed.failure);
     }
     {
       std::lock_guard lock(mutex_);
@@ -647,17 +735,17 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     {
       std::lock_guard lock(mutex_);
       abandoned_ |= !running_.empty();
-      for (auto* flights : {&waiting_, &running_}) {
+      for (auto* flights : {&waiting_, &running_, &messages_}) {
         for (auto& [seq, flight] : *flights) {
-          auto failure = end_ ? told(*end_, flight.operation.op, seq)
-                              : closed(flight.operation.op, seq, kDestroyed);
-          fails.push_back({std::move(flight.operation), std::move(failure)});
+          auto failure = end_ ? told(*end_, flight.op, seq, flight.tag)
+                              : closed(flight.op, seq, kDestroyed);
+          fails.push_back({std::move(flight), std::move(failure)});
         }
         flights->clear();
       }
     }
     for (auto& failed : fails) {
-      failed.operation.fail(failed.failure);
+      failed.flight.fail(failed.failure);
     }
     fails.clear();
     {
@@ -706,7 +794,19 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
       case kDiffer: {
         const auto seq = static_cast<uint64_t>(words.number());
         const auto text = words.text();
-        differ(seq, {text, words.numbers<int>()});
+        deny(waiting_, seq, Kind::Mismatch, {text, words.numbers<int>()});
+        break;
+      }
+      case kGranted: {
+        const auto number = static_cast<uint64_t>(words.number());
+        grant(number, static_cast<uint64_t>(words.number()));
+        break;
+      }
+      case kDenied: {
+        const auto number = static_cast<uint64_t>(words.number());
+        const auto kind = static_cast<Kind>(words.number());
+        const auto text = words.text();
+        deny(messages_, number, kind, {text, words.numbers<int>()});
         break;
       }
       case kPing:
@@ -731,22 +831,33 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     if (found == waiting_.end() || end_) {
       return;
     }
-    begins_.emplace_back(seq, std::move(found->second.operation.begin));
+    begins_.emplace_back(seq, std::move(found->second.begin));
     found->second.late = kNever;
     found->second.asked = false;
     running_.insert(waiting_.extract(found));
   }
 
-  void differ(uint64_t seq, const Difference& how) {
+  // From here on gloo knows of the message, and of its end.
+  void grant(uint64_t number, uint64_t peer) {
     std::lock_guard lock(mutex_);
-    const auto found = waiting_.find(seq);
-    if (found == waiting_.end()) {
+    const auto found = messages_.find(number);
+    if (found == messages_.end() || end_) {
       return;
     }
-    auto& operation = found->second.operation;
-    auto failure = failure_of(Kind::Mismatch, operation.op, seq, how.text, how.ranks);
-    fails_.push_back({std::move(operation), std::move(failure)});
-    waiting_.erase(found);
+    grants_.emplace_back(peer, std::move(found->second.begin));
+    messages_.erase(found);
+  }
+
+  void deny(Flights& flights, uint64_t seq, Kind kind, const Difference& why) {
+    std::lock_guard lock(mutex_);
+    const auto found = flights.find(seq);
+    if (found == flights.end()) {
+      return;
+    }
+    auto& flight = found->second;
+    auto failure = failure_of(kind, flight.op, seq, why.text, why.ranks);
+    fails_.push_back({std::move(flight), std::move(failure)});
+    flights.erase(found);
   }
 
   // The group is of no more use. The first reason stays.
@@ -770,33 +881,55 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     const auto r = static_cast<size_t>(rank);
     switch (kind) {
       case kCalling: {
-        const auto seq = static_cast<uint64_t>(words.number());
-        if (seq != agreed_ + calls_[r].size() + 1) {
+        auto called = take_called(words);
+        if (static_cast<uint64_t>(words.number()) != agreed_ + calls_[r].size() + 1) {
           throw std::runtime_error("a call is missing");
         }
-        calls_[r].push_back(take_called(words));
+        calls_[r].push_back(std::move(called));
         compare();
+        break;
+      }
+      case kPosting: {
+        auto posted = take_posted(words);
+        posted.rank = rank;
+        posted.number = static_cast<uint64_t>(words.number());
+        if (posted.peer == rank || posted.peer >= place_.size ||
+            posted.peer < (posted.sends ? 0 : -1)) {
+          throw std::runtime_error("a message to or from nobody");
+        }
+        match(posted);
         break;
       }
       case kLate: {
         const auto seq = static_cast<uint64_t>(words.number());
         const auto within = words.text();
-        ask({seq, kLate, within, {}, {}});
+        ask({seq, kLate, within}, suspects(seq));
         break;
       }
       case kBroken: {
         const auto seq = static_cast<uint64_t>(words.number());
         const auto why = words.text();
-        ask({seq, kBroken, why, {}, {}});
+        ask({seq, kBroken, why}, suspects(seq));
+        break;
+      }
+      case kOverdue: {
+        const auto number = static_cast<uint64_t>(words.number());
+        const auto within = words.text();
+        if (const auto* posted = matching_.find(rank, number)) {
+          ask({number, kOverdue, within, rank},
+            posted->peer < 0 ? std::vector<int>() : peers_of(*posted));
+        }
         break;
       }
       case kPong:
-        if (question_) {
-          question_->silent.erase(rank);
+        for (auto& question : questions_) {
+          question.silent.erase(rank);
         }
         break;
       case kLeaving:
         left_[r] = kLeft;
+        matching_.take_out([&](const Posted& posted) { return posted.rank == rank; });
+        deny_those_without_peers();
         compare();
         break;
       case kAborting:
@@ -830,11 +963,83 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
       if (const auto found = difference(calls, agreed_)) {
         words.put(found->text).put(found->ranks);
         say_to_all(kDiffer, words);
-        differ(agreed_, *found);
+        deny(waiting_, agreed_, Kind::Mismatch, *found);
       } else {
         say_to_all(kGo, words);
         go(agreed_);
       }
+    }
+  }
+
+  void match(const Posted& posted) {
+    if (is_finished()) {
+      return;
+    }
+    const auto other = matching_.match(posted);
+    if (!other) {
+      deny_those_without_peers();
+      return;
+    }
+    const Posted& send = posted.sends ? posted : *other;
+    const Posted& receive = posted.sends ? *other : posted;
+    if (send.bytes == receive.bytes && send.dtype == receive.dtype) {
+      tell(send.rank, kGranted,
+           Words().put(static_cast<int64_t>(send.number)).put(receive.rank));
+      tell(receive.rank, kGranted,
+           Words().put(static_cast<int64_t>(receive.number)).put(send.rank));
+      return;
+    }
+    const Difference how{shm::text_of_misfit(send.rank, send.bytes, send.dtype, receive.rank,
+                                             receive.bytes, receive.dtype, send.tag),
+                         {send.rank, receive.rank}};
+    deny(send, Kind::Mismatch, how);
+    deny(receive, Kind::Mismatch, how);
+  }
+
+  void deny(const Posted& posted, Kind kind, const Difference& why) {
+    tell(posted.rank, kDenied,
+         Words()
+             .put(static_cast<int64_t>(posted.number))
+             .put(static_cast<int64_t>(kind))
+             .put(why.text)
+             .put(why.ranks));
+  }
+
+  // To a rank, which may be this one.
+  void tell(int rank, Says kind, Words words) {
+    if (rank == place_.rank) {
+      obey(kind, words);
+    } else {
+      lines_[static_cast<size_t>(rank)].say(kind, words);
+    }
+  }
+
+  // Whom a message can come from, or go to.
+  std::vector<int> peers_of(const Posted& posted) const {
+    std::vector<int> peers;
+    for (int rank = 0; rank < place_.size; ++rank) {
+      if (rank == posted.peer || (posted.peer < 0 && rank != posted.rank)) {
+        peers.push_back(rank);
+      }
+    }
+    return peers;
+  }
+
+  // Ranks that left post nothing more.
+  void deny_those_without_peers() {
+    if (std::all_of(left_.begin(), left_.end(), [](auto& l) { return l.empty(); })) {
+      return;
+    }
+    const auto orphans = matching_.take_out([this](const Posted& posted) {
+      const auto peers = peers_of(posted);
+      return std::none_of(peers.begin(), peers.end(),
+                          [this](int r) { return left_[static_cast<size_t>(r)].empty(); });
+    });
+    for (const auto& orphan : orphans) {
+      const auto peers = peers_of(orphan);
+      const auto who =
+          describe(peers, [this](int rank) { return left_[static_cast<size_t>(rank)]; });
+      deny(orphan, Kind::RankLost, {text_of_loss(text_of_message(orphan.tag), who), peers});
     }
   }
 
@@ -873,11 +1078,14 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     return ranks;
   }
 
-  void ask(Question question) {
-    if (question_ || is_finished() || (question.kind == kLate && question.seq <= agreed_)) {
+  void ask(Question question, const std::vector<int>& ranks) {
+    const bool asked = std::any_of(questions_.begin(), questions_.end(),
+                                   [](const Question& q) { return q.kind != kOverdue; });
+    if (is_finished() || (question.kind == kLate && question.seq <= agreed_) ||
+        (question.kind != kOverdue && asked)) {
       return;
     }
-    for (const int rank : suspects(question.seq)) {
+    for (const int rank : ranks) {
       if (rank != 0 && !is_near(rank)) {
         question.silent.insert(rank);
         lines_[static_cast<size_t>(rank)].say(kPing, {});
@@ -887,28 +1095,35 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     question.until = question.kind == kBroken  ? after(kPatience)
                      : question.silent.empty() ? Clock::now()
                                                : after(kPatience);
-    question_ = std::move(question);
+    questions_.push_back(std::move(question));
   }
 
-  std::string state_of(int rank) const {
-    return is_near(rank) ? shm::process_state(members_[static_cast<size_t>(rank)].peer)
-           : question_->silent.count(rank) != 0 ? "silent"
+  void answer(const Question& question) {
+    const auto state_of = [&](int rank) -> std::string {
+      return is_near(rank) ? shm::process_state(members_[static_cast<size_t>(rank)].peer)
+             : question.silent.count(rank) != 0 ? "silent"
                                                 : "alive";
-  }
-
-  void answer() {
-    if (question_->kind == kBroken && question_->until > Clock::now()) {
+    };
+    const uint64_t seq = question.seq;
+    if (question.kind == kOverdue) {
+      for (const auto& posted : matching_.take_out([&](const Posted& p) {
+             return p.rank == question.of && p.number == seq;
+           })) {
+        const auto ranks = posted.peer < 0 ? std::vector<int>() : peers_of(posted);
+        const auto text = "the " + text_of_message(posted.tag) + " must be done within " +
+                          question.why + ", got no answer from " +
+                          (ranks.empty() ? "any rank" : describe(ranks, state_of));
+        deny(posted, Kind::Timeout, {text, ranks});
+      }
       return;
     }
-    const Question question = *question_;
-    const uint64_t seq = question.seq;
     auto ranks = suspects(seq);
     if (question.kind == kLate) {
       if (seq > agreed_) {
         std::ostringstream text;
         text << "the collective " << seq << " must be done within " << question.why
              << ", got no answer from "
-             << describe(ranks, [this](int rank) { return state_of(rank); });
+             << describe(ranks, state_of);
         for (const int rank : ranks) {
           const uint64_t at = agreed_ + calls_[static_cast<size_t>(rank)].size();
           text << "; rank " << rank << " is "
@@ -917,18 +1132,17 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
         end_for_all({Kind::Timeout, ranks, text.str(), kGrace});
       }
     } else {
-      std::erase_if(ranks, [this](int rank) {
+      std::erase_if(ranks, [&](int rank) {
         const auto state = state_of(rank);
         return state != "stopped" && state != "silent";
       });
       std::ostringstream text;
       text << "the data of collective " << seq << " must arrive, got " << question.why;
       if (!ranks.empty()) {
-        text << "; no answer from " << describe(ranks, [this](int rank) { return state_of(rank); });
+        text << "; no answer from " << describe(ranks, state_of);
       }
       end_for_all({Kind::Timeout, ranks, text.str(), kGrace});
     }
-    question_.reset();
   }
 
   const shm::Place place_;
@@ -940,14 +1154,16 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   mutable std::condition_variable changed_;
   // Guarded by mutex_.
   uint64_t count_ = 0;
+  uint64_t posted_ = 0;
   bool leaving_ = false;
   bool has_left_ = false;
   bool abandoned_ = false;
   size_t unbegun_ = 0;  // of the collectives that were called
   std::vector<News> news_;
-  std::map<uint64_t, Flight> waiting_;  // for the other ranks to call it
-  std::map<uint64_t, Flight> running_;
-  std::vector<std::pair<uint64_t, std::function<void(uint64_t)>>> begins_;
+  Flights waiting_;  // for the other ranks to call it
+  Flights running_;
+  Flights messages_;  // that wait for their other ends
+  std::vector<Begin> begins_, grants_;
   std::vector<Failed> fails_;
   std::optional<End> end_;
 
@@ -959,7 +1175,8 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   uint64_t agreed_ = 0;
   std::vector<std::deque<Called>> calls_;
   std::vector<std::string> left_;  // how each rank has, empty: it has not
-  std::optional<Question> question_;
+  Matching matching_;
+  std::vector<Question> questions_;
 };
 
 std::unique_ptr<Agreement> Agreement::join(const shm::KeyValueStore& store, const shm::Place& place,
@@ -994,6 +1211,10 @@ uint64_t Agreement::call(Operation operation) {
 
 uint64_t Agreement::count() const {
   return impl_->count();
+}
+
+uint64_t Agreement::post(Message message) {
+  return impl_->post(std::move(message));
 }
 
 void Agreement::done(uint64_t seq) {

@@ -2,7 +2,8 @@
 
 // How ranks that share no memory agree on what they do. Each tells rank 0 what it has called, over
 // a connection to it, and rank 0 tells all whether that fits together: nobody sends data before.
-// The same connections tell who is gone, and who does not come. No torch in here.
+// Of a message its two ends tell, in the order of their calls; collectives know nothing of it. The
+// same connections tell who is gone, and who does not come. No torch in here.
 
 #include <chrono>
 #include <cstdint>
@@ -34,6 +35,21 @@ class Agreement {
     std::function<void(const shm::Failure&)> fail;
   };
 
+  // One end of a message. Both functions are called as those of an operation, and may not throw.
+  struct Message {
+    bool sends;
+    int peer;  // -1: whoever sends first
+    int64_t tag;
+    uint64_t bytes;
+    shm::DType dtype;
+    Milliseconds timeout;
+    // Its other end is there and fits, at rank `peer`. Both ends begin messages of one tag in the
+    // same order.
+    std::function<void(int peer)> begin;
+    // Instead of `begin`.
+    std::function<void(const shm::Failure&)> fail;
+  };
+
   // Collective over the ranks of `place`. Throws where they cannot reach rank 0 in time. `machine`:
   // where this process runs, found out where it is empty.
   static std::unique_ptr<Agreement> join(const shm::KeyValueStore& store, const shm::Place& place,
@@ -46,6 +62,9 @@ class Agreement {
   uint64_t call(Operation operation);
   // How many have been called.
   uint64_t count() const;
+  // Its number among this rank's messages; the first is 1. What became of it after its begin() is
+  // nobody's business here.
+  uint64_t post(Message message);
   // The data of number `seq` is there.
   void done(uint64_t seq);
   // Its exchange broke off: it fails once it is known why.

@@ -151,6 +151,19 @@ std::string text_of_difference(size_t ranks, uint64_t seq,
   return text.str();
 }
 
+std::string text_of_misfit(int from, uint64_t sent, DType sent_dtype, int to, uint64_t expected,
+                           DType expected_dtype, int64_t tag) {
+  const auto elements = [](uint64_t bytes, DType dtype) {
+    return std::to_string(bytes / std::max<size_t>(size_of(dtype), 1)) + " x " +
+           std::string(name_of(dtype));
+  };
+  std::ostringstream text;
+  text << "what is sent must be what is received, got " << elements(sent, sent_dtype)
+       << " from rank " << from << ", " << elements(expected, expected_dtype)
+       << " expected by rank " << to << ", tag " << tag;
+  return text.str();
+}
+
 uint64_t add_shape(uint64_t shapes, const int64_t* sizes, size_t dimensions) {
   const uint64_t code = exact(sizes, dimensions);
   if (code != 0 && (shapes == 0 || shapes == code)) {

@@ -39,6 +39,11 @@ std::string text_of_difference(size_t ranks, uint64_t seq,
                                const std::function<bool(size_t, size_t)>& agree,
                                const std::function<std::string(size_t)>& said);
 
+// "what is sent must be what is received, got ...": of a message that does not fit its receiver's
+// tensor.
+std::string text_of_misfit(int from, uint64_t sent, DType sent_dtype, int to, uint64_t expected,
+                           DType expected_dtype, int64_t tag);
+
 // What is compared of several shapes (0: none yet), and one more. Shapes that are all the same,
 // with up to 6 dimensions that are not too large for 60 bits, stand for themselves, others are
 // hashed.

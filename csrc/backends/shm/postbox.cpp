@@ -1,7 +1,6 @@
 #include "backends/shm/postbox.h"
 
 #include <algorithm>
-#include <sstream>
 
 namespace c10d_ext::shm {
 
@@ -235,14 +234,11 @@ void Postbox::remove(const Item& operation) {
 
 Failure Postbox::refusal(const Operation& operation, int from, int to, uint64_t sent,
                          DType sent_dtype, uint64_t expected, DType expected_dtype) const {
-  std::ostringstream text;
   const std::string op(name_of(operation.request.verb));
-  text << op << ": what is sent must be what is received, got "
-       << sent / std::max<size_t>(size_of(sent_dtype), 1) << " x " << name_of(sent_dtype)
-       << " from rank " << from << ", " << expected / std::max<size_t>(size_of(expected_dtype), 1)
-       << " x " << name_of(expected_dtype) << " expected by rank " << to << ", tag "
-       << operation.request.tag << " " << place_.text();
-  return {Failure::Kind::Mismatch, text.str(), {from, to}, op, operation.seq()};
+  const std::string text = text_of_misfit(from, sent, sent_dtype, to, expected, expected_dtype,
+                                          operation.request.tag);
+  return {Failure::Kind::Mismatch, op + ": " + text + " " + place_.text(), {from, to}, op,
+          operation.seq()};
 }
 
 }  // namespace c10d_ext::shm
