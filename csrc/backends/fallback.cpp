@@ -538,10 +538,13 @@ OverGloo::WorkPtr OverGloo::agree(const Message& message, std::function<WorkPtr(
   work->number(agreement_->post(std::move(end)));
   {
     std::lock_guard lock(messages_mutex_);
-    std::erase_if(messages_, [](const auto& weak) {
-      const auto known = weak.lock();
-      return !known || known->isCompleted();
-    });
+    if (messages_.size() >= messages_limit_) {
+      std::erase_if(messages_, [](const auto& weak) {
+        const auto known = weak.lock();
+        return !known || known->isCompleted();
+      });
+      messages_limit_ = std::max(kFewMessages, 2 * messages_.size());
+    }
     messages_.emplace_back(work);
   }
   return with_patience(work, [op = name_of(message), group = group_.name(),

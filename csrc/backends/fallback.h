@@ -182,9 +182,11 @@ class OverGloo final : public c10d::Backend, private VerbChecks {
   std::atomic<Milliseconds> timeout_;
   // Works may outlive the backend; they hold this while they use it.
   std::shared_ptr<Agreement> agreement_;
-  // In flight, as far as anybody knows.
+  // In flight, as far as anybody knows; swept when there are as many as the limit.
+  static constexpr size_t kFewMessages = 64;
   std::mutex messages_mutex_;
   std::vector<c10::weak_intrusive_ptr<c10d::Work>> messages_;
+  size_t messages_limit_ = kFewMessages;
   int64_t shrink_count_ = 0;
 
   // Between startCoalescing and endCoalescing: what has been started.

@@ -397,6 +397,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
       return seq;
     }
     flight.late = after(flight.timeout);
+    soonest_ = std::min(soonest_, flight.late);
     (collective ? waiting_ : messages_).emplace(seq, std::move(flight));
     unbegun_ += collective ? 1 : 0;
     news_.push_back({seq, kind, words.put(static_cast<int64_t>(seq))});
@@ -517,10 +518,8 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     }
     {
       std::lock_guard lock(mutex_);
-      for (const auto* flights : {&waiting_, &messages_}) {
-        for (const auto& [seq, flight] : *flights) {
-          next = end_ ? next : std::min(next, flight.late);
-        }
+      if (!end_) {
+        next = std::min(next, soonest_);
       }
       for (const auto& [seq, flight] : running_) {
         next = std::min(next, flight.late);
@@ -626,19 +625,21 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     bool silent = false;
     {
       std::lock_guard lock(mutex_);
-      for (auto* flights : {&waiting_, &messages_}) {
-        for (auto& [seq, flight] : *flights) {
-          if (end_ || flight.late > now) {
-            continue;
+      if (!end_ && soonest_ <= now) {
+        soonest_ = kNever;
+        for (auto* flights : {&waiting_, &messages_}) {
+          for (auto& [seq, flight] : *flights) {
+            if (flight.late <= now && flight.asked) {
+              silent = true;  // rank 0 says nothing
+            } else if (flight.late <= now) {
+              flight.asked = true;
+              flight.late = after(kVerdict);
+              late.emplace_back(
+                  flight.tag ? kOverdue : kLate,
+                  Words().put(static_cast<int64_t>(seq)).put(seconds(flight.timeout)));
+            }
+            soonest_ = std::min(soonest_, flight.late);
           }
-          if (flight.asked) {
-            silent = true;  // rank 0 says nothing
-            continue;
-          }
-          flight.asked = true;
-          flight.late = after(kVerdict);
-          late.emplace_back(flight.tag ? kOverdue : kLate,
-                            Words().put(static_cast<int64_t>(seq)).put(seconds(flight.timeout)));
         }
       }
       for (const auto& [seq, flight] : running_) {
@@ -917,7 +918,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
         const auto within = words.text();
         if (const auto* posted = matching_.find(rank, number)) {
           ask({number, kOverdue, within, rank},
-            posted->peer < 0 ? std::vector<int>() : peers_of(*posted));
+              posted->peer < 0 ? std::vector<int>() : peers_of(*posted));
         }
         break;
       }
@@ -1163,6 +1164,8 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   Flights waiting_;  // for the other ranks to call it
   Flights running_;
   Flights messages_;  // that wait for their other ends
+  // Nothing that waits is late before.
+  Clock::time_point soonest_ = kNever;
   std::vector<Begin> begins_, grants_;
   std::vector<Failed> fails_;
   std::optional<End> end_;
