@@ -104,7 +104,10 @@ def _idle_forever(scratch: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "backend"),
     [(name, BACKEND) for name in CALLS]
-    + [(name, FALLBACK) for name in ("all_reduce of 64 MiB", "barrier", "future", "recv", "op")],
+    + [
+        (name, FALLBACK)
+        for name in ("all_reduce of 64 MiB", "barrier", "future", "recv", "send of 64 MiB", "op")
+    ],
 )
 def test_a_killed_rank_is_named_on_all_survivors(name: str, backend: str) -> None:
     size, victim = 3, 1

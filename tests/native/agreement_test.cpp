@@ -204,8 +204,8 @@ class End {
  public:
   Agreement::Message message(bool sends, int peer, int64_t tag, int64_t count,
                              std::chrono::milliseconds timeout = kLong) {
-    Agreement::Message message{sends, peer, tag, static_cast<uint64_t>(4 * count),
-                               shm::DType::Float, timeout, {}, {}};
+    Agreement::Message message{
+        sends, peer, tag, static_cast<uint64_t>(4 * count), shm::DType::Float, timeout, {}, {}};
     message.begin = [state = state_](int peer) {
       std::lock_guard lock(state->mutex);
       state->peer = peer;
@@ -261,12 +261,12 @@ class End {
 };
 
 uint64_t post_send(Ranks& ranks, int from, int to, End& end, int64_t tag = 0, int64_t count = 5,
-              std::chrono::milliseconds timeout = kLong) {
+                   std::chrono::milliseconds timeout = kLong) {
   return ranks[from].post(end.message(true, to, tag, count, timeout));
 }
 
 uint64_t post_receive(Ranks& ranks, int to, int from, End& end, int64_t tag = 0, int64_t count = 5,
-                 std::chrono::milliseconds timeout = kLong) {
+                      std::chrono::milliseconds timeout = kLong) {
   return ranks[to].post(end.message(false, from, tag, count, timeout));
 }
 
@@ -280,7 +280,8 @@ void both_ends_of_a_message_begin() {
       for (const bool sent_first : {false, true}) {
         End sent, received;
         const auto post = [&](bool sends) {
-          sends ? post_send(ranks, from, to, sent) : post_receive(ranks, to, any ? -1 : from, received);
+          sends ? post_send(ranks, from, to, sent)
+                : post_receive(ranks, to, any ? -1 : from, received);
         };
         post(sent_first);
         std::this_thread::sleep_for(10ms);
@@ -353,11 +354,11 @@ void messages_that_do_not_fit_are_denied_at_both_ends() {
         CHECK(failure.kind == Kind::Mismatch && (failure.ranks == std::vector<int>{from, to}));
         CHECK(failure.op == (end == &sent ? "send" : "recv"));
         CHECK(end != &sent || failure.seq == number);
-        CHECK_HAS(failure.text,
-                  failure.op + ": what is sent must be what is received, got 6 x float32 from rank " +
-                      std::to_string(from) + ", 5 x float32 expected by rank " +
-                      std::to_string(to) + ", tag 7 (rank " +
-                      std::to_string(end == &sent ? from : to) + "/3, group 'test')");
+        CHECK_HAS(
+            failure.text,
+            failure.op + ": what is sent must be what is received, got 6 x float32 from rank " +
+                std::to_string(from) + ", 5 x float32 expected by rank " + std::to_string(to) +
+                ", tag 7 (rank " + std::to_string(end == &sent ? from : to) + "/3, group 'test')");
       }
       // As if it had not been.
       post_receive(ranks, to, any ? -1 : from, taken, 7, 4);
@@ -405,8 +406,7 @@ void a_message_that_nobody_answers_is_given_up() {
       post_send(ranks, from, to, sent, 5, 5, 100ms);
       const auto who = [&](int rank) {
         return "must be done within 0.1 s, got no answer from rank " + std::to_string(rank) +
-               " (pid " + std::to_string(getpid()) + ", " +
-               (apart && rank != 0 ? "alive)" : "");
+               " (pid " + std::to_string(getpid()) + ", " + (apart && rank != 0 ? "alive)" : "");
       };
       const auto failure = received.failure();
       CHECK(failure.kind == Kind::Timeout && failure.ranks == std::vector<int>{from});
@@ -441,6 +441,7 @@ void messages_of_ranks_that_left_are_denied() {
   post_send(ranks, 1, 2, before);
   post_receive(ranks, 2, 1, from_left, 1);
   post_receive(ranks, 0, -1, any, 2);
+  std::this_thread::sleep_for(20ms);  // rank 0 has heard of it
   ranks[1].leave(0ms);
   CHECK(before.failure().kind == Kind::Closed);
   post_receive(ranks, 2, 1, after_left);

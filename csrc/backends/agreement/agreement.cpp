@@ -246,12 +246,11 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   uint64_t post(Message message) {
     Words words = words_of(message);
     std::string op(name_of(message.sends ? shm::Verb::Send : shm::Verb::Recv));
-    return enter(kPosting, std::move(words),
-                 {std::move(op), message.tag, message.timeout,
-                  [begin = std::move(message.begin)](uint64_t peer) {
-                    begin(static_cast<int>(peer));
-                  },
-                  std::move(message.fail)});
+    return enter(
+        kPosting, std::move(words),
+        {std::move(op), message.tag, message.timeout,
+         [begin = std::move(message.begin)](uint64_t peer) { begin(static_cast<int>(peer)); },
+         std::move(message.fail)});
   }
 
   uint64_t count() const {
@@ -738,8 +737,8 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
       abandoned_ |= !running_.empty();
       for (auto* flights : {&waiting_, &running_, &messages_}) {
         for (auto& [seq, flight] : *flights) {
-          auto failure = end_ ? told(*end_, flight.op, seq, flight.tag)
-                              : closed(flight.op, seq, kDestroyed);
+          auto failure =
+              end_ ? told(*end_, flight.op, seq, flight.tag) : closed(flight.op, seq, kDestroyed);
           fails.push_back({std::move(flight), std::move(failure)});
         }
         flights->clear();
@@ -984,8 +983,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     const Posted& send = posted.sends ? posted : *other;
     const Posted& receive = posted.sends ? *other : posted;
     if (send.bytes == receive.bytes && send.dtype == receive.dtype) {
-      tell(send.rank, kGranted,
-           Words().put(static_cast<int64_t>(send.number)).put(receive.rank));
+      tell(send.rank, kGranted, Words().put(static_cast<int64_t>(send.number)).put(receive.rank));
       tell(receive.rank, kGranted,
            Words().put(static_cast<int64_t>(receive.number)).put(send.rank));
       return;
@@ -1107,9 +1105,8 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     };
     const uint64_t seq = question.seq;
     if (question.kind == kOverdue) {
-      for (const auto& posted : matching_.take_out([&](const Posted& p) {
-             return p.rank == question.of && p.number == seq;
-           })) {
+      for (const auto& posted : matching_.take_out(
+               [&](const Posted& p) { return p.rank == question.of && p.number == seq; })) {
         const auto ranks = posted.peer < 0 ? std::vector<int>() : peers_of(posted);
         const auto text = "the " + text_of_message(posted.tag) + " must be done within " +
                           question.why + ", got no answer from " +
@@ -1123,8 +1120,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
       if (seq > agreed_) {
         std::ostringstream text;
         text << "the collective " << seq << " must be done within " << question.why
-             << ", got no answer from "
-             << describe(ranks, state_of);
+             << ", got no answer from " << describe(ranks, state_of);
         for (const int rank : ranks) {
           const uint64_t at = agreed_ + calls_[static_cast<size_t>(rank)].size();
           text << "; rank " << rank << " is "

@@ -235,9 +235,12 @@ void Postbox::remove(const Item& operation) {
 Failure Postbox::refusal(const Operation& operation, int from, int to, uint64_t sent,
                          DType sent_dtype, uint64_t expected, DType expected_dtype) const {
   const std::string op(name_of(operation.request.verb));
-  const std::string text = text_of_misfit(from, sent, sent_dtype, to, expected, expected_dtype,
-                                          operation.request.tag);
-  return {Failure::Kind::Mismatch, op + ": " + text + " " + place_.text(), {from, to}, op,
+  const std::string text =
+      text_of_misfit(from, sent, sent_dtype, to, expected, expected_dtype, operation.request.tag);
+  return {Failure::Kind::Mismatch,
+          op + ": " + text + " " + place_.text(),
+          {from, to},
+          op,
           operation.seq()};
 }
 
