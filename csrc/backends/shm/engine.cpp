@@ -279,6 +279,7 @@ class Engine::Impl : public std::enable_shared_from_this<Engine::Impl> {
       urgent_.fetch_add(is_urgent(op));
       if (is_point_to_point(op.request.verb)) {
         begin(op);
+        messages_late_ = std::min(messages_late_, op.submitted_ + op.timeout);
         postbox_.post(operation);
       } else {
         queue_.push_back(operation);
@@ -581,8 +582,21 @@ class Engine::Impl : public std::enable_shared_from_this<Engine::Impl> {
     if (any_lost_.load()) {
       collect_messages(ended);
     }
+    look_for_trouble_with_messages(now, ended);
+  }
+
+  void look_for_trouble_with_messages(Clock::time_point now, std::vector<Ended>& ended) {
+    bool lost = false;
+    for (int p = 0; p < place_.size && !postbox_.idle(); ++p) {
+      lost |= p != place_.rank && is_lost(p);
+    }
+    if (!lost && now < messages_late_) {
+      return;  // without a look at each of them, of which there may be thousands
+    }
+    messages_late_ = Clock::time_point::max();
     std::vector<Ended> failed;
     postbox_.each([&](const std::shared_ptr<Operation>& op, bool started) {
+      const auto late = op->submitted_ + op->timeout;
       const int peer = op->request.peer;
       std::vector<int> gone;
       for (int p = 0; p < place_.size; ++p) {
@@ -592,7 +606,9 @@ class Engine::Impl : public std::enable_shared_from_this<Engine::Impl> {
       }
       if (!gone.empty()) {
         failed.push_back({op, rank_lost(*op, gone)});
-      } else if (now >= op->submitted_ + op->timeout) {
+      } else if (now < late) {
+        messages_late_ = std::min(messages_late_, late);
+      } else {
         std::vector<int> missing;
         if (peer >= 0) {
           missing.push_back(peer);
@@ -958,6 +974,8 @@ class Engine::Impl : public std::enable_shared_from_this<Engine::Impl> {
   std::deque<std::shared_ptr<Operation>> queue_;
   Task task_;  // of queue_.front()
   Postbox postbox_;
+  // No message is late before.
+  Clock::time_point messages_late_ = Clock::time_point::max();
   std::vector<Postbox::Outcome> outcomes_;
   uint64_t seq_ = 0;
   uint64_t point_to_point_seq_ = 0;

@@ -31,10 +31,16 @@ Postbox::Postbox(const Team& team, const Place& place)
 
 void Postbox::post(Item operation) {
   if (operation->request.verb == Verb::Send) {
-    outgoing_[static_cast<size_t>(operation->request.peer)].queue.push_back({std::move(operation)});
+    Outgoing& out = outgoing_[static_cast<size_t>(operation->request.peer)];
+    out.queue.push_back({std::move(operation)});
+    ++out.silent;
     ++sends_;
   } else {
+    const int peer = operation->request.peer;
     receives_.push_back(std::move(operation));
+    for (size_t p = 0; p < incoming_.size(); ++p) {
+      incoming_[p].unwanted &= peer != -1 && peer != static_cast<int>(p);
+    }
   }
 }
 
@@ -56,13 +62,11 @@ bool Postbox::advance_send(int to, std::vector<Outcome>& ended) {
   Mailbox& box = team_.mailbox(team_.rank(), to);
   bool moved = false;
 
-  for (Sending& s : out.queue) {
-    if (s.announced) {
-      continue;
-    }
+  for (; out.silent > 0; --out.silent) {
     if (out.announced - box.accepted.load(std::memory_order_acquire) >= Mailbox::kEnvelopes) {
       break;
     }
+    Sending& s = out.queue[out.queue.size() - out.silent];
     // The receiver has copied the envelope that was here: it has accepted it.
     Envelope& envelope = box.envelopes[out.announced % Mailbox::kEnvelopes];
     envelope.bytes = bytes_of(s.operation->request.sources[0]);
@@ -137,6 +141,7 @@ bool Postbox::advance_receive(int from, std::vector<Outcome>& ended) {
     Envelope envelope;
     std::memcpy(&envelope, &box.envelopes[in.accepted % Mailbox::kEnvelopes], sizeof(envelope));
     in.notes.push_back({in.accepted++, envelope});
+    in.unwanted = false;
     moved = true;
   }
   if (moved) {
@@ -172,7 +177,7 @@ bool Postbox::advance_receive(int from, std::vector<Outcome>& ended) {
 bool Postbox::match(int from, std::vector<Outcome>& ended) {
   Incoming& in = incoming_[static_cast<size_t>(from)];
   Mailbox& box = team_.mailbox(from, team_.rank());
-  if (box.noticed.load(std::memory_order_seq_cst) != in.granted) {
+  if (in.unwanted || box.noticed.load(std::memory_order_seq_cst) != in.granted) {
     return false;
   }
   for (auto receive = receives_.begin(); receive != receives_.end(); ++receive) {
@@ -208,6 +213,7 @@ bool Postbox::match(int from, std::vector<Outcome>& ended) {
     team_.ring(from);
     return true;
   }
+  in.unwanted = true;
   return false;
 }
 
@@ -217,6 +223,7 @@ void Postbox::remove(const Item& operation) {
     const auto it = std::find_if(out.queue.begin(), out.queue.end(),
                                  [&](const Sending& s) { return s.operation == operation; });
     if (it != out.queue.end()) {
+      out.silent -= it->announced ? 0 : 1;
       out.queue.erase(it);
       --sends_;
     }

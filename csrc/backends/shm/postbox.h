@@ -58,6 +58,8 @@ class Postbox {
   };
   struct Outgoing {
     std::deque<Sending> queue;
+    // How many at the end of the queue are not announced.
+    size_t silent = 0;
     uint64_t announced = 0;
     uint64_t noticed = 0;
     // The message that flows, if any, and how much of it has been written.
@@ -71,6 +73,8 @@ class Postbox {
       Envelope envelope;
     };
     std::list<Note> notes;
+    // No receive asks for any of the notes, as far as has been seen.
+    bool unwanted = true;
     uint64_t accepted = 0;
     uint64_t granted = 0;
     Item operation;
