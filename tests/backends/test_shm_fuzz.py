@@ -268,7 +268,7 @@ def test_random_programs(backend: str) -> None:
     @FUZZ
     @given(PROGRAMS)
     def programs_run(program: list[Step]) -> None:
-        if left():
+        if left() or len(ran) < 3:
             ran.append(program)
             for rank, wrong in enumerate(run(SIZE, execute, program, backend=backend, deadline=60)):
                 assert not wrong, f"rank {rank}: {wrong}\nof {program}"
@@ -304,7 +304,7 @@ def test_random_programs_with_a_rank_that_departs(backend: str) -> None:
     @FUZZ
     @given(departures())
     def programs_run(drawn: tuple[list[Step], Departure]) -> None:
-        if left():
+        if left() or len(ran) < 3:
             ran.append(drawn)
             for rank, wrong in enumerate(run(SIZE, execute, *drawn, backend=backend, deadline=60)):
                 assert not wrong, f"rank {rank}: {wrong}\nof {drawn}"
