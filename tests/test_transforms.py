@@ -1063,7 +1063,7 @@ def test_derivatives(backend: str, size: int) -> None:
     verify(size, check_derivatives, backend=backend, deadline=200)
 
 
-@places(gloo=(1, 2), shm=(3, 4))
+@places(gloo=(2,), shm=(3,))
 def test_finite_differences(backend: str, size: int) -> None:
     verify(size, check_finite_differences, backend=backend, deadline=200)
 
