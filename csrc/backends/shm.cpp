@@ -208,7 +208,8 @@ class ShmBackend::Flight final : public shm::Operation {
     r.factor = {};
     r.root = r.peer = -1;
     r.tag = 0;
-    r.shapes = r.members = r.members_hash = 0;
+    r.shapes = 0;
+    r.members.clear();
     travel_dtype_.reset();
     has_dtype_ = false;
     outputs_.clear();
@@ -284,15 +285,11 @@ class ShmBackend::Flight final : public shm::Operation {
     return shm::bytes_of(request.verb == shm::Verb::ReduceScatter ? request.targets[0]
                                                                   : request.sources[0]);
   }
-  // One of several tensors that travel together, on every rank as many.
-  void add_member(uint64_t bytes) {
-    ++request.members;
-    request.members_hash = mix(request.members_hash, bytes);
-  }
+  // Tensors that travel together, on every rank as many.
   void add_members(at::TensorList tensors) {
     if (tensors.size() > 1) {
       for (const auto& t : tensors) {
-        add_member(t.nbytes());
+        request.members.push_back(t.nbytes());
       }
     }
   }
@@ -326,14 +323,14 @@ class ShmBackend::Flight final : public shm::Operation {
             a.verb == shm::Verb::ReduceScatter);
   }
   void carry(const std::shared_ptr<Flight>& other) {
-    if (request.members == 0) {
-      add_member(member_bytes());
+    if (request.members.empty()) {
+      request.members.push_back(member_bytes());
     }
-    if (other->request.members == 0) {
-      add_member(other->member_bytes());
+    if (other->request.members.empty()) {
+      request.members.push_back(other->member_bytes());
     } else {
-      request.members += other->request.members;
-      request.members_hash = mix(request.members_hash, other->request.members_hash);
+      request.members.insert(request.members.end(), other->request.members.begin(),
+                             other->request.members.end());
     }
     append(request.sources, other->request.sources);
     append(request.targets, other->request.targets);
@@ -761,9 +758,12 @@ class ShmBackend::Live {
                             check_signals);
     });
     if (!ended) {
+      const auto [ranks, who] = engine_->awaited(flight.carrier());
       throw error(Kind::Timeout, flight,
-                  c10::str("the wait must end within ", ms_text(timeout),
-                           ", got none of the result by then; the collective goes on"));
+                  c10::str("the wait must end within ", ms_text(timeout), ", got ",
+                           ranks.empty() ? "none of the result by then" : "no answer from " + who,
+                           "; the collective goes on"),
+                  ranks);
     }
   }
 
@@ -783,9 +783,10 @@ class ShmBackend::Live {
   }
 
   CollectiveError error(CollectiveError::Kind kind, const Flight& flight,
-                        const std::string& message) const {
-    return CollectiveError(kind, c10::str(flight.op(), ": ", message, " ", where(place_)), {},
-                           std::string(flight.op()), flight.number(), place_.name());
+                        const std::string& message, std::vector<int> ranks = {}) const {
+    return CollectiveError(kind, c10::str(flight.op(), ": ", message, " ", where(place_)),
+                           std::move(ranks), std::string(flight.op()), flight.number(),
+                           place_.name());
   }
 
   std::atomic<bool> closing_{false};

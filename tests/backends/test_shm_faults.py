@@ -268,6 +268,35 @@ def test_what_was_completed_before_a_death_stays_complete(backend: str) -> None:
 # --- ranks that do not answer --------------------------------------------------------------------
 
 
+def _wait_a_moment() -> None:
+    """A wait with a timeout of its own names who is missing, and the operation goes on."""
+    rank = dist.get_rank()
+    store = dist.distributed_c10d._get_default_store()
+    x, message = torch.full((3,), float(rank)), torch.zeros(2)
+    if rank == 1:
+        store.wait(["tests/moment 0", "tests/moment 2"], dt.timedelta(seconds=30))
+        dist.send(torch.ones(2), 0)
+    works = {"all_reduce": [1], "barrier": [1]}  # the second is behind the first
+    started = [dist.all_reduce(x, async_op=True), dist.barrier(async_op=True)]
+    if rank == 0:
+        works["recv"] = [1]
+        started.append(dist.irecv(message, 1))
+    if rank != 1:
+        for work, (op, ranks) in zip(started, works.items(), strict=True):
+            failure = report(lambda work=work: work.wait(dt.timedelta(milliseconds=50)))
+            assert (failure.kind, failure.op, failure.ranks) == ("CollectiveTimeout", op, ranks)
+            assert "must end within 50 ms, got no answer from rank 1 (pid" in failure.text
+        store.set(f"tests/moment {rank}", "")
+    for work in started:
+        work.wait()
+    assert torch.equal(x, torch.full((3,), 3.0))
+    assert rank != 0 or torch.equal(message, torch.ones(2))
+
+
+def test_a_wait_with_a_timeout_of_its_own_names_who_is_missing() -> None:
+    run(3, _wait_a_moment, backend=BACKEND)
+
+
 def _time_out(scratch: Path, seconds: float) -> tuple[Report, float]:
     group = dist.new_group()
     check_works(group)
@@ -398,8 +427,8 @@ MISMATCHES: dict[str, tuple[Callable[[], Asked], Callable[[], Asked], str, str]]
     "sizes in a list": (
         lambda: _together(3, 5),
         lambda: _together(5, 3),
-        "all_reduce(8 x float32 in 2 tensors of sizes",
-        "all_reduce(8 x float32 in 2 tensors of sizes",
+        "all_reduce(8 x float32 in 2 tensors of sizes [3, 5], sum)",
+        "all_reduce(8 x float32 in 2 tensors of sizes [5, 3], sum)",
     ),
     "sparse shape": (
         lambda: _sparse(3, 2),
@@ -410,8 +439,8 @@ MISMATCHES: dict[str, tuple[Callable[[], Asked], Callable[[], Asked], str, str]]
     "tensors in a block": (
         lambda: _in_a_block(3, 3, 2),
         lambda: _in_a_block(5, 3),
-        "all_reduce(8 x float32 in 3 tensors of sizes' hash",
-        "all_reduce(8 x float32 in 2 tensors of sizes' hash",
+        "all_reduce(8 x float32 in 3 tensors of sizes [3, 3, 2], sum)",
+        "all_reduce(8 x float32 in 2 tensors of sizes [5, 3], sum)",
     ),
     "all_reduce size beyond the arena": (
         lambda: _reduced(count=(1 << 22) + 1),

@@ -263,7 +263,7 @@ everywhere = pytest.mark.parametrize("backend", ["shm", FALLBACK])
 @pytest.mark.timeout(max(300, 2 * SECONDS))
 def test_random_programs(backend: str) -> None:
     left = bounded(SECONDS or (8 if backend == "shm" else 5))
-    ran = []
+    ran: list[list[Step]] = []
 
     @FUZZ
     @given(PROGRAMS)
@@ -299,7 +299,7 @@ def departures(draw: Any) -> tuple[list[Step], Departure]:
 @pytest.mark.timeout(max(300, 2 * SECONDS))
 def test_random_programs_with_a_rank_that_departs(backend: str) -> None:
     left = bounded(SECONDS or (8 if backend == "shm" else 5))
-    ran = []
+    ran: list[tuple[list[Step], Departure]] = []
 
     @FUZZ
     @given(departures())

@@ -20,10 +20,11 @@ Called&& Called::of_members(const Sizes& sizes) && {
   count = std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
   if (sizes.size() > 1) {
     std::ostringstream text;
-    text << " in " << sizes.size() << " tensors of sizes";
+    text << " in " << sizes.size() << " tensors of sizes [";
     for (size_t i = 0; i < sizes.size(); ++i) {
-      text << (i == 0 ? " " : ", ") << sizes[i];
+      text << (i == 0 ? "" : ", ") << sizes[i];
     }
+    text << ']';
     rest += text.str();
   }
   return std::move(*this);

@@ -154,6 +154,19 @@ class Collective {
     return same(sources_) && same(targets_);
   }
 
+  // Of tensors that travel together.
+  uint64_t members_sizes() const {
+    const std::vector<uint64_t>& bytes = request_.members;
+    if (bytes.empty()) {
+      return 0;
+    }
+    const size_t element = std::max<size_t>(size_of(request_.dtype), 1);
+    std::vector<int64_t> elements(bytes.size());
+    std::transform(bytes.begin(), bytes.end(), elements.begin(),
+                   [element](uint64_t b) { return static_cast<int64_t>(b / element); });
+    return add_shape(0, elements.data(), elements.size());
+  }
+
   // What this rank lays beside its announcement if the collective is a small one.
   size_t eager_bytes() const {
     const size_t part = part_bytes();
@@ -216,8 +229,8 @@ class Collective {
     d.root = request_.root;
     d.bytes = part_bytes();
     d.shapes = request_.shapes;
-    d.members = request_.members;
-    d.members_hash = request_.members_hash;
+    d.members = request_.members.size();
+    d.members_sizes = members_sizes();
     d.factor_real = request_.factor.real;
     d.factor_imaginary = request_.factor.imaginary;
     if (d.even && is_small()) {
@@ -300,8 +313,7 @@ std::string describe(const Descriptor& d) {
     }
     out << name_of(dtype);
     if (d.members > 1) {
-      out << " in " << d.members << " tensors of sizes' hash " << std::hex << d.members_hash
-          << std::dec;
+      out << " in " << d.members << " tensors of sizes " << text_of_shapes(d.members_sizes);
     }
     if (static_cast<ReduceOp>(d.reduce_op) != ReduceOp::None) {
       out << ", " << name_of(static_cast<ReduceOp>(d.reduce_op));
@@ -331,7 +343,7 @@ std::optional<Failure> Collective::compare(bool strict) {
   const auto agree = [&](const Descriptor& a, const Descriptor& b) {
     return a.seq == b.seq && a.verb == b.verb && a.dtype == b.dtype && a.reduce_op == b.reduce_op &&
            a.root == b.root && (!all_even_ || a.bytes == b.bytes) && a.members == b.members &&
-           a.members_hash == b.members_hash &&
+           a.members_sizes == b.members_sizes &&
            (!strict || !all_even_ || shapes_agree(a.shapes, b.shapes));
   };
   std::vector<int> others;

@@ -321,6 +321,17 @@ class Engine::Impl : public std::enable_shared_from_this<Engine::Impl> {
     return ok;
   }
 
+  std::pair<std::vector<int>, std::string> awaited(const Operation& op) const {
+    std::lock_guard lock(mutex_);
+    std::vector<int> ranks;
+    if (is_point_to_point(op.request.verb)) {
+      ranks.assign(op.request.peer >= 0 ? 1 : 0, op.request.peer);
+    } else if (task_) {
+      ranks = task_.wait().missing();  // whoever an earlier one waits for, this one waits for, too
+    }
+    return {ranks, describe(ranks)};
+  }
+
   void peer_lost(int rank) {
     lost_[static_cast<size_t>(rank)].store(true, std::memory_order_seq_cst);
     any_lost_.store(true, std::memory_order_seq_cst);
@@ -1025,6 +1036,9 @@ void Engine::submit(const std::shared_ptr<Operation>& operation) {
 bool Engine::wait(Operation& operation, std::optional<std::chrono::milliseconds> timeout,
                   const std::function<void()>& interrupt) {
   return impl_->wait(operation, timeout, interrupt);
+}
+std::pair<std::vector<int>, std::string> Engine::awaited(const Operation& operation) const {
+  return impl_->awaited(operation);
 }
 void Engine::peer_lost(int rank) {
   impl_->peer_lost(rank);

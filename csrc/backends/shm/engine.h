@@ -10,6 +10,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "backends/shm/bootstrap.h"
@@ -95,10 +96,8 @@ struct Request {
   std::vector<Buffer> targets;
   // Compared across ranks under Settings::strict; see add_shape().
   uint64_t shapes = 0;
-  // Compared always: how many tensors travel together, where there are several, and a hash of their
-  // sizes.
-  uint64_t members = 0;
-  uint64_t members_hash = 0;
+  // Compared always: the bytes of each tensor, where several travel together.
+  std::vector<uint64_t> members;
   // Whether the caller may go on to something else. If not, the thread that waits does the work and
   // the progress thread is left asleep.
   bool async = true;
@@ -204,6 +203,10 @@ class Engine {
   // operation goes on in the background then.
   bool wait(Operation& operation, std::optional<std::chrono::milliseconds> timeout,
             const std::function<void()>& interrupt);
+
+  // The ranks that an operation which is not done waits for, as far as is known here, and a text
+  // that names them with their states.
+  std::pair<std::vector<int>, std::string> awaited(const Operation& operation) const;
 
   // Said by the watcher. Operations that need the rank fail, now and later.
   void peer_lost(int rank);

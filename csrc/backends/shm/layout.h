@@ -33,9 +33,9 @@ struct Descriptor {
   uint64_t shapes;
   double factor_real;
   double factor_imaginary;
-  // Of a call with several tensors: how many, and a hash of their sizes.
+  // Of a call with several tensors: how many, and their sizes, in elements, as a shape.
   uint64_t members;
-  uint64_t members_hash;
+  uint64_t members_sizes;
 };
 static_assert(sizeof(Descriptor) == 64);
 
