@@ -174,7 +174,8 @@ class Channel {
   }
 
   ReductionPlan plan(const Reduction& reduction, c10::ScalarType dtype) const {
-    return plan_reduction(reduction.op, dtype, nccl_ || complete_, !nccl_);
+    // shm's min and max are NaN where a rank's value is, and so they are over gloo.
+    return plan_reduction(reduction.op, dtype, nccl_ || complete_, !nccl_, over_gloo_ == nullptr);
   }
 
   // gloo's own reduce-scatter is an all-reduce without a future.

@@ -105,6 +105,23 @@ ReduceOp on_bytes_of_bools(ReduceOp op) {
   }
 }
 
+template <class T>
+at::Tensor put_in_order(const at::Tensor& values, ReduceOp op) {
+  using Limits = std::numeric_limits<T>;
+  const at::Tensor bits = values.view(c10::CppTypeToScalarType<T>::value);
+  // Negative numbers, whose magnitudes grow away from zero, turn around.
+  return bits.bitwise_xor(bits.bitwise_right_shift(Limits::digits).bitwise_and_(Limits::max()))
+      .masked_fill_(values.isnan(), op == ReduceOp::Max ? Limits::max() : Limits::min());
+}
+
+// The same once more; what stands for NaN becomes one.
+template <class T>
+at::Tensor out_of_order(const at::Tensor& wire, c10::ScalarType dtype) {
+  using Limits = std::numeric_limits<T>;
+  return wire.bitwise_xor(wire.bitwise_right_shift(Limits::digits).bitwise_and_(Limits::max()))
+      .view(dtype);
+}
+
 // premul_sum multiplies before the wire is reduced, so the wire itself sums.
 ReduceOp after_premul(ReduceOp op) {
   return op == ReduceOp::PremulSum ? ReduceOp::Sum : op;
@@ -152,11 +169,16 @@ void check_reduction(std::string_view op, const Group& group, const Reduction& r
 }
 
 ReductionPlan plan_reduction(ReduceOp op, c10::ScalarType dtype, bool low_precision_native,
-                             bool bitwise_native) {
+                             bool bitwise_native, bool keeps_nan) {
   using c10::ScalarType;
   using Encoding = ReductionPlan::Encoding;
   const ReduceOp wire_op = after_premul(op);
   ReductionPlan plan{dtype, wire_op};
+  if (!keeps_nan && (op == ReduceOp::Min || op == ReduceOp::Max) && is_fractional(dtype)) {
+    plan.wire_dtype = dtype == ScalarType::Double ? ScalarType::Long : ScalarType::Int;
+    plan.encoding = Encoding::Ordered;
+    return plan;
+  }
   switch (dtype) {
     case ScalarType::Bool:
       plan.wire_dtype = ScalarType::Byte;
@@ -241,6 +263,10 @@ at::Tensor encode(const at::Tensor& source, const ReductionPlan& plan, bool may_
     }
     case ReductionPlan::Encoding::FlipSign:
       return dense(source).view(plan.wire_dtype).bitwise_xor(std::numeric_limits<int64_t>::min());
+    case ReductionPlan::Encoding::Ordered:
+      return plan.wire_dtype == c10::ScalarType::Long
+                 ? put_in_order<int64_t>(dense(source), plan.wire_op)
+                 : put_in_order<int32_t>(dense(source.to(c10::ScalarType::Float)), plan.wire_op);
   }
   return {};
 }
@@ -249,6 +275,13 @@ void decode(const at::Tensor& wire, const ReductionPlan& plan, const at::Tensor&
   at::Tensor values = wire;
   if (plan.encoding == ReductionPlan::Encoding::FlipSign) {
     values = values.bitwise_xor(std::numeric_limits<int64_t>::min());
+  }
+  if (plan.encoding == ReductionPlan::Encoding::Ordered) {
+    out.copy_((plan.wire_dtype == c10::ScalarType::Long
+                   ? out_of_order<int64_t>(wire, c10::ScalarType::Double)
+                   : out_of_order<int32_t>(wire, c10::ScalarType::Float))
+                  .view(out.sizes()));
+    return;
   }
   if (out.is_complex() && !c10::isComplexType(plan.wire_dtype)) {
     // A conj view cannot be seen as real numbers, so the values are put together first.

@@ -46,6 +46,8 @@ struct ReductionPlan {
     Convert,
     // uint64 order on a signed wire: the top bit is flipped on the way in and out.
     FlipSign,
+    // Floats as integers of the same order, where NaN is what min and max look for.
+    Ordered,
   };
   c10::ScalarType wire_dtype;
   ReduceOp wire_op;
@@ -55,9 +57,10 @@ struct ReductionPlan {
 };
 
 // `low_precision_native`: the backend itself reduces half and bfloat16 to everyone's satisfaction.
-// `bitwise_native`: the backend has band, bor and bxor.
+// `bitwise_native`: the backend has band, bor and bxor. `keeps_nan`: min and max of floats are NaN
+// where one of them is, or may be as they are.
 ReductionPlan plan_reduction(ReduceOp op, c10::ScalarType dtype, bool low_precision_native,
-                             bool bitwise_native);
+                             bool bitwise_native, bool keeps_nan = true);
 
 // `source` as a fresh or reinterpreted contiguous tensor of plan.wire_dtype. Complex on a real wire
 // gets a trailing dimension of 2. Never writes to `source`; the result shares its memory only when

@@ -211,6 +211,35 @@ def _ours_and_torchs_meet() -> None:
         _is_empty()
 
 
+def _keeps_nan() -> None:
+    """gloo's min and max depend on where a NaN is; shm's do not."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    nan, inf = float("nan"), float("inf")
+    numbers = [nan, -1.5, -0.0, 0.0, 2.0, inf, -inf, -3.0, 448.0]
+    float8 = torch.float8_e4m3fn
+    with fallen_back():
+        for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, float8):
+            usable = [v for v in numbers if dtype != float8 or abs(v) != inf]
+            row = torch.tensor(usable)
+            every = [
+                torch.stack([row.roll(r * (i + 1)) for i in range(n)]).to(dtype) for r in range(n)
+            ]
+            for name, function in (("MIN", torch.minimum), ("MAX", torch.maximum)):
+                op = getattr(dist.ReduceOp, name)
+                want = every[0].double()
+                for x in every[1:]:
+                    want = function(want, x.double())
+                assert want.isnan().any()
+                alone, outs = every[rank].clone(), [every[rank].clone() for _ in range(2)]
+                part = torch.empty_like(every[rank][0])
+                dist.all_reduce(alone, op)
+                ours.all_reduce(outs[0], op)
+                dist.all_reduce(outs[1].t(), op)
+                dist.reduce_scatter(part, list(every[rank].unbind()), op)
+                for out, right in (*((x, want) for x in (alone, *outs)), (part, want[rank])):
+                    torch.testing.assert_close(out.double(), right, rtol=0, atol=0, equal_nan=True)
+
+
 def _in_a_block() -> None:
     """Calls of several kinds in one block have one work."""
     n, rank = dist.get_world_size(), dist.get_rank()
@@ -262,7 +291,7 @@ def _ends() -> None:
 @sizes
 def test_what_is_its_own(size: int) -> None:
     for fn in (
-        *(_says_what_is_wrong, _mixed_lists, _ours, _ours_and_torchs_meet, _in_a_block),
+        *(_says_what_is_wrong, _mixed_lists, _ours, _ours_and_torchs_meet, _keeps_nan, _in_a_block),
         *(_callbacks_may_wait, _times_out, _ends),
     ):
         run(size, fn, backend="gloo")
