@@ -959,17 +959,15 @@ OverGloo::WorkPtr OverGloo::barrier(const c10d::BarrierOptions& opts) {
   });
 }
 
-void OverGloo::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
-  c10d::BarrierOptions options = opts;
-  if (options.timeout <= Milliseconds(0)) {
-    options.timeout = timeout_;
-  }
-  // gloo numbers what it does: no collective may begin on the agreement's thread meanwhile.
-  const bool begun = agreement_->drain(options.timeout);
-  TORCH_CHECK_WITH(DistBackendError, begun, "monitored_barrier: the collectives before it must ",
-                   "begin within ", options.timeout.count(), " ms, got some that wait for a rank ",
-                   where(group_));
-  gloo_->monitoredBarrier(options, wait_all_ranks);
+// That all ranks call it is agreed on, and nothing else is to be done. The failure names all that
+// are missing, whether asked for all or one. A barrier, which waits for what is in flight, is
+// another.
+void OverGloo::monitoredBarrier(const c10d::BarrierOptions& opts, bool /*wait_all_ranks*/) {
+  Called monitored;
+  monitored.rest = "monitored";
+  auto call = Call::of("monitored_barrier", c10d::OpType::BARRIER, opts, std::move(monitored));
+  call.async = false;
+  run(call, {}, Finish(), [] {});
 }
 
 // --- Coalescing

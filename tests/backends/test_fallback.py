@@ -141,6 +141,7 @@ def _mixed_lists() -> None:
 def _ours() -> None:
     """This package's calls reach gloo past the verbs."""
     n, rank = dist.get_world_size(), dist.get_rank()
+    world = dist.group.WORLD
     with fallen_back() as group:
         x = torch.arange(6, dtype=torch.int16).view(2, 3).t() * (rank + 1)
         want = torch.arange(6, dtype=torch.int16).view(2, 3).t() * (n * (n + 1) // 2)
@@ -157,8 +158,11 @@ def _ours() -> None:
         ours.monitored_barrier(group, dt.timedelta(seconds=20), wait_all_ranks=True)
         ours.monitored_barrier(group)
         if rank == 0:
-            with pytest.raises(RuntimeError, match="[Rr]ank"):
+            late = r"monitored_barrier: .* within 0.3 s, got no answer from rank 1 \(pid \d+, \w+\)"
+            with pytest.raises(CollectiveTimeout, match=late) as missing:
                 ours.monitored_barrier(group, dt.timedelta(seconds=0.3))
+            assert missing.value.ranks == list(range(1, n))
+        dist.barrier(world)  # nobody leaves before
         _is_empty()
 
 

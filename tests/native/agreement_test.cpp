@@ -185,9 +185,8 @@ void begins_what_all_have_called() {
         const auto seq = ranks[rank].call(call.operation(summed(6), kLong));
         CHECK(seq == static_cast<uint64_t>(&call - calls.data()) + 1);
       }
-      CHECK(ranks[rank].drain(kLong));
       for (uint64_t i = 0; i < kCalls; ++i) {
-        CHECK(calls[i].has_begun() && calls[i].begun() == i + 1);
+        CHECK(calls[i].begun() == i + 1);
         ranks[rank].done(i + 1);
       }
       CHECK(ranks[rank].count() == kCalls);
@@ -292,7 +291,7 @@ void both_ends_of_a_message_begin() {
     }
   }
   // They are no collectives.
-  CHECK(ranks[1].count() == 0 && ranks[1].drain(0ms));
+  CHECK(ranks[1].count() == 0);
 }
 
 void messages_meet_in_the_order_of_their_calls() {
@@ -386,7 +385,6 @@ void messages_and_collectives_do_not_wait_for_each_other() {
   }
   for (int rank = 0; rank < 3; ++rank) {
     ranks[rank].done(calls[static_cast<size_t>(rank)].begun());
-    CHECK(ranks[rank].drain(kLong));
   }
   CHECK(received.waits());
   Call waits;
@@ -501,7 +499,6 @@ void nothing_begins_before_all_have_called() {
   ranks[2].call(calls[2].operation(summed(6), kLong));
   std::this_thread::sleep_for(100ms);
   CHECK(!calls[0].has_begun() && !calls[2].has_begun());
-  CHECK(!ranks[0].drain(1ms));
   ranks[1].call(calls[1].operation(summed(6), kLong));
   for (auto& call : calls) {
     CHECK(call.begun() == 1);

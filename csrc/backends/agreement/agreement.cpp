@@ -276,11 +276,6 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     wake();
   }
 
-  bool drain(Milliseconds timeout) const {
-    std::unique_lock lock(mutex_);
-    return changed_.wait_until(lock, after(timeout), [this] { return unbegun_ == 0; });
-  }
-
   std::optional<shm::Failure> failure(const std::string& op, uint64_t seq,
                                       Milliseconds patience) const {
     if (is_foreign()) {
@@ -398,7 +393,6 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     flight.late = after(flight.timeout);
     soonest_ = std::min(soonest_, flight.late);
     (collective ? waiting_ : messages_).emplace(seq, std::move(flight));
-    unbegun_ += collective ? 1 : 0;
     news_.push_back({seq, kind, words.put(static_cast<int64_t>(seq))});
     lock.unlock();
     wake();
@@ -674,7 +668,6 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   void settle() {
     std::vector<Begin> begins, grants;
     std::vector<Failed> fails;
-    size_t unbegun = 0;
     {
       std::lock_guard lock(mutex_);
       begins.swap(begins_);
@@ -690,8 +683,6 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
           it = fail(*flights, it);
         }
       }
-      unbegun = static_cast<size_t>(
-          std::count_if(fails.begin(), fails.end(), [](const Failed& f) { return !f.flight.tag; }));
       const auto now = Clock::now();
       for (auto it = running_.begin(); end_ && it != running_.end();) {
         // Not before it is begun: that comes below.
@@ -717,10 +708,6 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     }
     for (auto& failed : fails) {
       failed.flight.fail(failed.failure);
-    }
-    {
-      std::lock_guard lock(mutex_);
-      unbegun_ -= begins.size() + unbegun;
     }
     changed_.notify_all();
   }
@@ -751,7 +738,6 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     {
       std::lock_guard lock(mutex_);
       has_left_ = true;
-      unbegun_ = 0;
     }
     changed_.notify_all();
     linger();
@@ -1155,7 +1141,6 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   bool leaving_ = false;
   bool has_left_ = false;
   bool abandoned_ = false;
-  size_t unbegun_ = 0;  // of the collectives that were called
   std::vector<News> news_;
   Flights waiting_;  // for the other ranks to call it
   Flights running_;
@@ -1222,10 +1207,6 @@ void Agreement::done(uint64_t seq) {
 
 void Agreement::broke(uint64_t seq, const std::string& why) {
   impl_->broke(seq, why);
-}
-
-bool Agreement::drain(Milliseconds timeout) const {
-  return impl_->drain(timeout);
 }
 
 std::optional<shm::Failure> Agreement::failure(const std::string& op, uint64_t seq,

@@ -69,8 +69,6 @@ class Agreement {
   void done(uint64_t seq);
   // Its exchange broke off: it fails once it is known why.
   void broke(uint64_t seq, const std::string& why);
-  // Waits until what has been called is begun, or has failed; false: not by then.
-  bool drain(Milliseconds timeout) const;
   // Why collective `seq` (0: a message) cannot be done any more; waits that long for somebody to
   // know it.
   std::optional<shm::Failure> failure(const std::string& op, uint64_t seq,

@@ -84,14 +84,12 @@ Called&& Called::scattered_from(int64_t rank, int64_t own, const Sizes& parts, i
 std::string text_of(const Called& called) {
   std::ostringstream text;
   text << shm::name_of(called.verb) << '(';
-  if (called.verb != shm::Verb::Barrier) {
-    if (called.count >= 0) {
-      text << called.count << " x ";
-    }
-    text << called.unit << called.rest;
-    if (called.count < 0 && !called.sends.empty()) {
-      text << ", uneven sizes";
-    }
+  if (called.count >= 0) {
+    text << called.count << " x ";
+  }
+  text << (called.verb == shm::Verb::Barrier ? "" : called.unit) << called.rest;
+  if (called.count < 0 && !called.sends.empty()) {
+    text << ", uneven sizes";
   }
   text << ')';
   if (called.shapes != 0) {
