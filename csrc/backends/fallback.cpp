@@ -166,10 +166,12 @@ class AgreedWork final : public c10d::Work {
  public:
   using Milliseconds = std::chrono::milliseconds;
 
-  AgreedWork(std::string_view op, c10d::OpType type, const Group& group)
+  AgreedWork(std::string_view op, c10d::OpType type, const Group& group,
+             std::weak_ptr<Agreement> agreement)
       : c10d::Work(static_cast<int>(group.rank()), type),
         op_(op),
-        place_({}, group.name(), group.rank(), group.size()) {}
+        place_({}, group.name(), group.rank(), group.size()),
+        agreement_(std::move(agreement)) {}
 
   void number(uint64_t seq) {
     seq_ = seq;
@@ -187,18 +189,17 @@ class AgreedWork final : public c10d::Work {
   }
 
   // All ranks have called it, and `inner` is gloo's work, null where there is nothing to do.
-  void follow(const c10::intrusive_ptr<c10d::Work>& inner, uint64_t seq,
-              std::weak_ptr<Agreement> agreement) {
+  void follow(const c10::intrusive_ptr<c10d::Work>& inner, uint64_t seq) {
     if (!inner) {
       end(nullptr);
-      if (const auto group = agreement.lock()) {
+      if (const auto group = agreement_.lock()) {
         group->done(seq);
       }
       return;
     }
     const auto self = c10::intrusive_ptr<AgreedWork>::reclaim_copy(this);
-    subscribe_to_future(*inner, [self, seq, agreement](std::exception_ptr error) {
-      const auto group = agreement.lock();
+    subscribe_to_future(*inner, [self, seq](std::exception_ptr error) {
+      const auto group = self->agreement_.lock();
       if (error && group) {
         group->broke(seq, text_of(error));
         return;
@@ -259,11 +260,16 @@ class AgreedWork final : public c10d::Work {
     const auto until = limited ? Clock::now() + timeout : Clock::time_point::max();
     std::unique_lock lock(mutex_);
     if (!wait_interruptibly(changed_, lock, until, [this] { return over_; })) {
+      lock.unlock();
+      std::pair<std::vector<int>, std::string> awaited;
+      if (const auto group = agreement_.lock()) {
+        awaited = group->awaited(seq_, kAnswered);
+      }
+      const auto& [ranks, who] = awaited;
       throw CollectiveError(
           CollectiveError::Kind::Timeout,
-          c10::str(op_, ": the wait must end within ", timeout.count(),
-                   " ms, got none of the result by then; the collective goes on ", where(place_)),
-          {}, std::string(op_), seq_, place_.name());
+          c10::str(op_, ": ", text_of_impatience(timeout, who), ' ', where(place_)), ranks,
+          std::string(op_), seq_, place_.name());
     }
     if (error_) {
       std::rethrow_exception(error_);
@@ -283,7 +289,11 @@ class AgreedWork final : public c10d::Work {
 
  private:
   const std::string_view op_;  // the names of ops are literals
+  // What rank 0 has for telling who is awaited, once a wait has run out.
+  static constexpr std::chrono::milliseconds kAnswered{1000};
+
   const Group place_;
+  const std::weak_ptr<Agreement> agreement_;
   const uint64_t generation_ = shm::fork_generation();
   std::atomic<uint64_t> seq_{0};
   mutable std::mutex mutex_;
@@ -494,7 +504,7 @@ OverGloo::WorkPtr OverGloo::run(const Call& call, Tensors outputs, Finish finish
 OverGloo::WorkPtr OverGloo::agree(string_view op, Called called, std::function<WorkPtr()> begin) {
   const auto* claim = Claim::here();
   const auto own = claim != nullptr ? claim->timeout() : c10d::kUnsetTimeout;
-  auto work = c10::make_intrusive<AgreedWork>(op, type_of(called.verb), group_);
+  auto work = c10::make_intrusive<AgreedWork>(op, type_of(called.verb), group_, agreement_);
   if (!strict_) {
     called.shapes = 0;
   }
@@ -502,10 +512,9 @@ OverGloo::WorkPtr OverGloo::agree(string_view op, Called called, std::function<W
   operation.op = op;
   operation.called = std::move(called);
   operation.timeout = own > Milliseconds(0) ? own : timeout_.load();
-  operation.begin = [work, begin = std::move(begin), state = at::ThreadLocalState(),
-                     agreement = std::weak_ptr(agreement_)](uint64_t seq) {
+  operation.begin = [work, begin = std::move(begin), state = at::ThreadLocalState()](uint64_t seq) {
     const at::ThreadLocalStateGuard as_the_caller(state);
-    work->follow(begin(), seq, agreement);
+    work->follow(begin(), seq);
   };
   operation.fail = [work, group = group_.name()](const shm::Failure& failure) {
     work->end(error_of(failure, group));

@@ -101,10 +101,6 @@ shm::ReduceOp reduce_op_of(ReduceOp op) {
   return static_cast<shm::ReduceOp>(op);
 }
 
-std::string ms_text(Milliseconds duration) {
-  return c10::str(duration.count(), " ms");
-}
-
 FuturePtr future_of_tensors() {
   return c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()));
 }
@@ -759,11 +755,7 @@ class ShmBackend::Live {
     });
     if (!ended) {
       const auto [ranks, who] = engine_->awaited(flight.carrier());
-      throw error(Kind::Timeout, flight,
-                  c10::str("the wait must end within ", ms_text(timeout), ", got ",
-                           ranks.empty() ? "none of the result by then" : "no answer from " + who,
-                           "; the collective goes on"),
-                  ranks);
+      throw error(Kind::Timeout, flight, text_of_impatience(timeout, who), ranks);
     }
   }
 

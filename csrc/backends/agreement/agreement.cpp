@@ -9,6 +9,8 @@
 //                                      <- Denied: why not
 //   Late, Broken, Overdue: what is
 //   the matter                         ->
+//   Asking: who has not called it      ->
+//                                      <- Awaited: who has not
 //                                      <- Ping: are you there?
 //   Pong                               ->
 //                                      <- Over: the group is of no more use, and why
@@ -52,9 +54,11 @@ enum Says : uint32_t {
   kPosting,
   kGranted,
   kDenied,
+  kAwaited,
   kLate,
   kBroken,
   kOverdue,
+  kAsking,
   kPing,
   kPong,
   kOver,
@@ -288,6 +292,25 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
                     : std::nullopt;
   }
 
+  std::pair<std::vector<int>, std::string> awaited(uint64_t seq, Milliseconds patience) {
+    if (is_foreign()) {
+      return {};
+    }
+    std::unique_lock lock(mutex_);
+    asked_.try_emplace(seq);
+    news_.push_back({seq, kAsking, Words().put(static_cast<int64_t>(seq))});
+    lock.unlock();
+    wake();
+    lock.lock();
+    changed_.wait_until(lock, after(patience), [&] {
+      const auto found = asked_.find(seq);
+      return found == asked_.end() || found->second || end_ || leaving_;
+    });
+    const auto answer = asked_.extract(seq);
+    return answer && answer.mapped() ? std::pair(answer.mapped()->ranks, answer.mapped()->text)
+                                     : std::pair<std::vector<int>, std::string>();
+  }
+
   bool has_abandoned() const {
     std::lock_guard lock(mutex_);
     return abandoned_;
@@ -364,7 +387,8 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     shm::Failure failure;
   };
 
-  // Rank 0's: something is the matter with collective `seq`, or message `seq` of rank `of`.
+  // Rank 0's: something is the matter with collective `seq`, or message `seq` of rank `of`, or rank
+  // `of` asks about collective `seq`.
   struct Question {
     uint64_t seq;
     Says kind;
@@ -795,6 +819,12 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
         deny(messages_, number, kind, {text, words.numbers<int>()});
         break;
       }
+      case kAwaited: {
+        const auto seq = static_cast<uint64_t>(words.number());
+        const auto text = words.text();
+        take_answer(seq, {text, words.numbers<int>()});
+        break;
+      }
       case kPing:
         say(kPong, {});
         break;
@@ -821,6 +851,18 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     found->second.late = kNever;
     found->second.asked = false;
     running_.insert(waiting_.extract(found));
+  }
+
+  void take_answer(uint64_t seq, Difference who) {
+    {
+      std::lock_guard lock(mutex_);
+      const auto found = asked_.find(seq);
+      if (found == asked_.end()) {
+        return;  // nobody waits for it any more
+      }
+      found->second = std::move(who);
+    }
+    changed_.notify_all();
   }
 
   // From here on gloo knows of the message, and of its end.
@@ -896,6 +938,11 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
         const auto seq = static_cast<uint64_t>(words.number());
         const auto why = words.text();
         ask({seq, kBroken, why}, suspects(seq));
+        break;
+      }
+      case kAsking: {
+        const auto seq = static_cast<uint64_t>(words.number());
+        ask({seq, kAsking, "", rank}, seq > agreed_ ? suspects(seq) : std::vector<int>());
         break;
       }
       case kOverdue: {
@@ -1064,10 +1111,11 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   }
 
   void ask(Question question, const std::vector<int>& ranks) {
-    const bool asked = std::any_of(questions_.begin(), questions_.end(),
-                                   [](const Question& q) { return q.kind != kOverdue; });
+    // Of one that ends the group one is enough.
+    const auto ends = [](const Question& q) { return q.kind == kLate || q.kind == kBroken; };
+    const bool asked = std::any_of(questions_.begin(), questions_.end(), ends);
     if (is_finished() || (question.kind == kLate && question.seq <= agreed_) ||
-        (question.kind != kOverdue && asked)) {
+        (ends(question) && asked)) {
       return;
     }
     for (const int rank : ranks) {
@@ -1090,6 +1138,12 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
                                                 : "alive";
     };
     const uint64_t seq = question.seq;
+    if (question.kind == kAsking) {
+      const auto ranks = seq > agreed_ ? suspects(seq) : std::vector<int>();
+      tell(question.of, kAwaited,
+           Words().put(static_cast<int64_t>(seq)).put(describe(ranks, state_of)).put(ranks));
+      return;
+    }
     if (question.kind == kOverdue) {
       for (const auto& posted : matching_.take_out(
                [&](const Posted& p) { return p.rank == question.of && p.number == seq; })) {
@@ -1147,6 +1201,8 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   Flights messages_;  // that wait for their other ends
   // Nothing that waits is late before.
   Clock::time_point soonest_ = kNever;
+  // About collectives, and the answer once it is there.
+  std::map<uint64_t, std::optional<Difference>> asked_;
   std::vector<Begin> begins_, grants_;
   std::vector<Failed> fails_;
   std::optional<End> end_;
@@ -1199,6 +1255,10 @@ uint64_t Agreement::count() const {
 
 uint64_t Agreement::post(Message message) {
   return impl_->post(std::move(message));
+}
+
+std::pair<std::vector<int>, std::string> Agreement::awaited(uint64_t seq, Milliseconds patience) {
+  return impl_->awaited(seq, patience);
 }
 
 void Agreement::done(uint64_t seq) {

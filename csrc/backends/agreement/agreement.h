@@ -11,6 +11,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "backends/agreement/called.h"
@@ -73,6 +74,9 @@ class Agreement {
   // know it.
   std::optional<shm::Failure> failure(const std::string& op, uint64_t seq,
                                       Milliseconds patience) const;
+  // The ranks that have not called collective `seq`, and a text that names them with their states;
+  // none where all have, or where rank 0 does not say so in time.
+  std::pair<std::vector<int>, std::string> awaited(uint64_t seq, Milliseconds patience);
   // Whether a collective has failed after it was begun: whoever does it may never come to an end.
   bool has_abandoned() const;
   // Whether this is a fork of the process that joined.
