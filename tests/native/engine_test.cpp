@@ -581,7 +581,7 @@ void check_spread() {
   }
   const int first = sched_getcpu();
   std::atomic<bool> elsewhere{false};
-  with_ranks(2 * cores, [&](Engine& e) {
+  const auto body = [&](Engine& e) {
     cpu_set_t one;
     CPU_ZERO(&one);
     CPU_SET(first, &one);
@@ -595,7 +595,11 @@ void check_spread() {
     cpu_set_t after;
     expect(sched_getaffinity(0, sizeof(after), &after) == 0 && CPU_EQUAL(&after, &allowed),
            "a rank may run on other cores than before");
-  });
+  };
+  // Where others load the machine, the system may keep them together for a while.
+  for (int attempt = 0; attempt < 5 && !elsewhere; ++attempt) {
+    with_ranks(2 * cores, body);
+  }
   expect(elsewhere, "all ranks stayed on one core");
 }
 
