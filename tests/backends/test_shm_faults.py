@@ -276,17 +276,20 @@ def _wait_a_moment() -> None:
     if rank == 1:
         store.wait(["tests/moment 0", "tests/moment 2"], dt.timedelta(seconds=30))
         dist.send(torch.ones(2), 0)
-    works = {"all_reduce": [1], "barrier": [1]}  # the second is behind the first
+    ops = ["all_reduce", "barrier"]  # the second is behind the first
     started = [dist.all_reduce(x, async_op=True), dist.barrier(async_op=True)]
     over_gloo = type(dist.group.WORLD._get_backend(torch.device("cpu"))) is _C.OverGloo
     if rank == 0:
-        works |= {} if over_gloo else {"recv": [1]}
+        ops += [] if over_gloo else ["recv"]
         started.append(dist.irecv(message, 1))
     if rank != 1:
-        for work, (op, ranks) in zip(started, works.items(), strict=False):
+        for work, op in zip(started, ops, strict=False):
             failure = report(lambda work=work: work.wait(dt.timedelta(milliseconds=50)))
-            assert (failure.kind, failure.op, failure.ranks) == ("CollectiveTimeout", op, ranks)
-            assert "must end within 50 ms, got no answer from rank 1 (pid" in failure.text
+            assert (failure.kind, failure.op) == ("CollectiveTimeout", op)
+            # On a busy machine others may be late as well.
+            assert 1 in failure.ranks and set(failure.ranks) <= {0, 1, 2} - {rank}, failure
+            text = r"must end within 50 ms, got no answer from (rank 0 .*)?rank 1 \(pid"
+            assert re.search(text, failure.text), failure
         store.set(f"tests/moment {rank}", "")
     for work in started:
         work.wait()
