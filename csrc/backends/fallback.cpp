@@ -268,7 +268,7 @@ class AgreedWork final : public c10d::Work {
       const auto& [ranks, who] = awaited;
       throw CollectiveError(
           CollectiveError::Kind::Timeout,
-          c10::str(op_, ": ", text_of_impatience(timeout, who), ' ', where(place_)), ranks,
+          c10::str(op_, ": ", shm::text_of_impatience(timeout, who), ' ', where(place_)), ranks,
           std::string(op_), seq_, place_.name());
     }
     if (error_) {
@@ -288,10 +288,10 @@ class AgreedWork final : public c10d::Work {
   }
 
  private:
-  const std::string_view op_;  // the names of ops are literals
   // What rank 0 has for telling who is awaited, once a wait has run out.
-  static constexpr std::chrono::milliseconds kAnswered{1000};
+  static constexpr Milliseconds kAnswered{1000};
 
+  const std::string_view op_;  // the names of ops are literals
   const Group place_;
   const std::weak_ptr<Agreement> agreement_;
   const uint64_t generation_ = shm::fork_generation();

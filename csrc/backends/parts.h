@@ -27,14 +27,6 @@ inline std::vector<uint64_t> global_ranks_of(const c10d::Backend::Options& group
   return global_ranks;
 }
 
-// Of a wait with a timeout of its own that has run out. `who` names the ranks that are awaited, as
-// far as is known.
-inline std::string text_of_impatience(std::chrono::milliseconds timeout, const std::string& who) {
-  return c10::str("the wait must end within ", timeout.count(), " ms, got ",
-                  who.empty() ? std::string("none of the result by then") : "no answer from " + who,
-                  "; the collective goes on");
-}
-
 // Those that shrink() keeps, which call it.
 inline std::vector<int> remaining(const Group& group, const std::vector<int64_t>& to_exclude) {
   const std::set<int64_t> excluded(to_exclude.begin(), to_exclude.end());

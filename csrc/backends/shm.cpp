@@ -755,7 +755,7 @@ class ShmBackend::Live {
     });
     if (!ended) {
       const auto [ranks, who] = engine_->awaited(flight.carrier());
-      throw error(Kind::Timeout, flight, text_of_impatience(timeout, who), ranks);
+      throw error(Kind::Timeout, flight, shm::text_of_impatience(timeout, who), ranks);
     }
   }
 

@@ -45,6 +45,10 @@ std::string text_of_difference(size_t ranks, uint64_t seq,
 std::string text_of_misfit(int from, uint64_t sent, DType sent_dtype, int to, uint64_t expected,
                            DType expected_dtype, int64_t tag);
 
+// "the wait must end within ...": of one whose own timeout has passed. `who` names the ranks that
+// are awaited, as far as is known.
+std::string text_of_impatience(std::chrono::milliseconds timeout, const std::string& who);
+
 // What is compared of several shapes (0: none yet), and one more. Shapes that are all the same,
 // with up to 6 dimensions that are not too large for 60 bits, stand for themselves, others are
 // hashed.
