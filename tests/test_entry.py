@@ -212,7 +212,7 @@ def _written() -> None:
     out = torch.empty(3 * n)
     assert _C.writes["all_gather_into_tensor_out"](False, want, n, name, out=out)
     assert work_of(out) is None and torch.equal(out, want.repeat(n))
-    with pytest.raises(ValueError, match="all_reduce_: reduce_op must be one of"):
+    with pytest.raises(ValueError, match="all_reduce: reduce_op must be one of"):
         _C.writes["all_reduce_"](False, x.detach(), "sun", name)
 
 

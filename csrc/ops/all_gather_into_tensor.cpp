@@ -20,7 +20,7 @@ at::Tensor all_gather_into_tensor(const at::Tensor& input, int64_t group_size,
 
 at::Tensor& all_gather_into_tensor_out(const at::Tensor& input, int64_t group_size,
                                        string_view group_name, at::Tensor& out) {
-  constexpr string_view op = "all_gather_into_tensor_out";
+  constexpr string_view op = "all_gather_into_tensor";
   const Group group = resolve_group(op, group_name);
   check_strided(op, group, "input", input);
   check_group_size(op, group, group_size);

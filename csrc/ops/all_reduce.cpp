@@ -20,7 +20,7 @@ at::Tensor all_reduce(const at::Tensor& input, string_view reduce_op, string_vie
 
 at::Tensor& all_reduce_(at::Tensor& input, string_view reduce_op, string_view group_name,
                         const Factor& factor) {
-  constexpr string_view op = "all_reduce_";
+  constexpr string_view op = "all_reduce";
   const Group group = resolve_group(op, group_name);
   check_strided(op, group, "input", input);
   check_written(op, group, "input", input);
@@ -31,7 +31,7 @@ at::Tensor& all_reduce_(at::Tensor& input, string_view reduce_op, string_view gr
 
 at::Tensor& all_reduce_out(const at::Tensor& input, string_view reduce_op, string_view group_name,
                            const Factor& factor, at::Tensor& out) {
-  constexpr string_view op = "all_reduce_out";
+  constexpr string_view op = "all_reduce";
   const Group group = resolve_group(op, group_name);
   check_strided(op, group, "input", input);
   check_same_kind(op, group, out, input);
@@ -57,7 +57,7 @@ Tensors all_reduce_coalesced(at::TensorList inputs, string_view reduce_op, strin
 
 Tensors all_reduce_coalesced_(at::TensorList inputs, string_view reduce_op, string_view group_name,
                               const Factor& factor) {
-  constexpr string_view op = "all_reduce_coalesced_";
+  constexpr string_view op = "all_reduce_coalesced";
   const Group group = resolve_group(op, group_name);
   check_list(op, group, inputs);
   for (const auto& input : inputs) {
@@ -142,9 +142,7 @@ at::Tensor& all_reduce__autograd(c10::DispatchKeySet keys, at::Tensor& input, st
         return Tensors{call::wait_tensor(
             all_reduce_handle().call(input.clone(), reduce_op, group_name, factor))};
       },
-      [&] {
-        return derivative("all_reduce_", reduce_op, group_name, factor, input.scalar_type());
-      });
+      [&] { return derivative("all_reduce", reduce_op, group_name, factor, input.scalar_type()); });
   return input;
 }
 
@@ -187,7 +185,7 @@ Tensors all_reduce_coalesced__autograd(c10::DispatchKeySet keys, at::TensorList 
             all_reduce_coalesced_handle().call(copies(inputs), reduce_op, group_name, factor));
       },
       [&] {
-        return derivative("all_reduce_coalesced_", reduce_op, group_name, factor,
+        return derivative("all_reduce_coalesced", reduce_op, group_name, factor,
                           inputs[0].scalar_type());
       });
   return inputs.vec();

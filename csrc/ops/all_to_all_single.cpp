@@ -37,7 +37,7 @@ at::Tensor all_to_all_single(const at::Tensor& input, c10::SymIntArrayRef output
 at::Tensor& all_to_all_single_out(const at::Tensor& input, c10::SymIntArrayRef output_split_sizes,
                                   c10::SymIntArrayRef input_split_sizes, string_view group_name,
                                   at::Tensor& out) {
-  constexpr string_view op = "all_to_all_single_out";
+  constexpr string_view op = "all_to_all_single";
   const Group group = resolve_group(op, group_name);
   check(op, group, input, output_split_sizes, input_split_sizes);
   check_same_kind(op, group, out, input);

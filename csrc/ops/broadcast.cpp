@@ -18,7 +18,7 @@ at::Tensor broadcast(const at::Tensor& input, int64_t src, string_view group_nam
 }
 
 at::Tensor& broadcast_(at::Tensor& input, int64_t src, string_view group_name) {
-  constexpr string_view op = "broadcast_";
+  constexpr string_view op = "broadcast";
   const Group group = resolve_group(op, group_name);
   check_strided(op, group, "input", input);
   check_written(op, group, "input", input);
@@ -38,7 +38,7 @@ Tensors broadcast_coalesced(at::TensorList inputs, int64_t src, string_view grou
 }
 
 Tensors broadcast_coalesced_(at::TensorList inputs, int64_t src, string_view group_name) {
-  constexpr string_view op = "broadcast_coalesced_";
+  constexpr string_view op = "broadcast_coalesced";
   const Group group = resolve_group(op, group_name);
   check_list(op, group, inputs);
   for (const auto& input : inputs) {

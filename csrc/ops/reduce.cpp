@@ -25,7 +25,7 @@ at::Tensor reduce(const at::Tensor& input, string_view reduce_op, int64_t dst,
 
 at::Tensor& reduce_(at::Tensor& input, string_view reduce_op, int64_t dst, string_view group_name,
                     const Factor& factor) {
-  constexpr string_view op = "reduce_";
+  constexpr string_view op = "reduce";
   const Group group = resolve_group(op, group_name);
   check_strided(op, group, "input", input);
   check_written(op, group, "input", input);
@@ -91,12 +91,12 @@ at::Tensor& reduce__autograd(c10::DispatchKeySet keys, at::Tensor& input, string
       [&] {
         const at::Tensor reduced = call::wait_tensor(
             reduce_handle().call(input.clone(), reduce_op, dst, group_name, factor));
-        const Group group = resolve_group("reduce_", group_name);
+        const Group group = resolve_group("reduce", group_name);
         // The other ranks subtract zeros, which changes no bit and keeps them in the backward.
         return Tensors{group.rank() == dst ? reduced : input.sub(reduced)};
       },
       [&] {
-        return derivative("reduce_", reduce_op, dst, group_name, factor, input.scalar_type(),
+        return derivative("reduce", reduce_op, dst, group_name, factor, input.scalar_type(),
                           /*in_place=*/true);
       });
   return input;
@@ -107,7 +107,7 @@ at::Tensor& reduce__autograd(c10::DispatchKeySet keys, at::Tensor& input, string
 at::Tensor& reduce__functionalize(at::Tensor& input, string_view reduce_op, int64_t dst,
                                   string_view group_name, const Factor& factor) {
   check_if_lazy(reduce__handle(), group_name, input, reduce_op, dst, group_name, factor);
-  const Group group = resolve_group("reduce_", group_name);
+  const Group group = resolve_group("reduce", group_name);
   const at::Tensor value = functional_value(input);
   at::AutoDispatchSkipFunctionalize below_functionalize;
   const at::Tensor reduced =

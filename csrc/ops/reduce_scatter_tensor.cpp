@@ -31,7 +31,7 @@ at::Tensor reduce_scatter_tensor(const at::Tensor& input, string_view reduce_op,
 at::Tensor& reduce_scatter_tensor_out(const at::Tensor& input, string_view reduce_op,
                                       int64_t group_size, string_view group_name,
                                       const Factor& factor, at::Tensor& out) {
-  constexpr string_view op = "reduce_scatter_tensor_out";
+  constexpr string_view op = "reduce_scatter_tensor";
   const Group group = resolve_group(op, group_name);
   check_strided(op, group, "input", input);
   check_group_size(op, group, group_size);
