@@ -20,6 +20,10 @@ _IN_FLIGHT: int = _C.IN_FLIGHT
 _delivery = _C.delivery
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _make_wrapper = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+# A byte each, which torch does not copy.
+LESS_THAN_A_BYTE = frozenset(
+    getattr(torch, f"{name}{bits}") for name in ("int", "uint") for bits in range(1, 8)
+)
 
 
 def deliver(result: torch.Tensor) -> torch.Tensor:
@@ -74,6 +78,9 @@ def writes_directly(output: torch.Tensor, input: torch.Tensor) -> bool:
 
 def replace(output: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """``output.copy_(values)``, which would run a lazy graph at once."""
+    if output.dtype in LESS_THAN_A_BYTE:
+        output.view(torch.uint8).copy_(values.view(torch.uint8))
+        return output
     if output.device.type != "lazy" or output.dtype == torch.bool:
         return output.copy_(values)
     # What is added to minus zero keeps its sign.

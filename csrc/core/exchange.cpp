@@ -306,7 +306,7 @@ std::pair<at::Tensor, Finish> landing(const at::Tensor& out) {
     return {out, Finish()};
   }
   at::Tensor buffer = at::empty(out.sizes(), out.options());
-  return {buffer, [buffer, out = alias_of(out)] { out.copy_(buffer); }};
+  return {buffer, [buffer, out = alias_of(out)] { copy_values(out, buffer); }};
 }
 
 Finish then(Finish first, Finish second) {
@@ -344,7 +344,7 @@ std::pair<at::Tensor, bool> to_wire(const at::Tensor& source, const at::Tensor& 
       plan.encoding == ReductionPlan::Encoding::Reinterpret && is_dense(out) && !reduction.factor;
   if (in_place) {
     if (!source.is_same(out)) {
-      out.copy_(source);
+      copy_values(out, source);
     }
     return {encode(alias_of(out), plan, /*may_alias=*/true), true};
   }
@@ -420,7 +420,7 @@ void reduce_alone(const at::Tensor& source, const at::Tensor& out, const Reducti
     const at::Tensor wire = scaled(source, reduction, plan);
     decode(wire, plan, out);
   } else if (!source.is_same(out)) {
-    out.copy_(source);
+    copy_values(out, source);
   }
 }
 
@@ -599,11 +599,7 @@ Finish unflatten_later(const at::Tensor& flat, at::TensorList outs) {
     int64_t offset = 0;
     for (const auto& out : outs) {
       const at::Tensor part = span_of(flat, offset, out.numel());
-      if (is_dense(out)) {
-        span_of(out, 0, out.numel()).copy_(part);
-      } else {
-        out.copy_(part.view(out.sizes()));
-      }
+      copy_values(is_dense(out) ? span_of(out, 0, out.numel()) : out, part);
       offset += out.numel();
     }
   };
@@ -771,7 +767,7 @@ void start_all_gather(std::string_view op, const Group& group, const at::Tensor&
     return;
   }
   if (is_alone(group)) {
-    out.copy_(source.reshape(out.sizes()));
+    copy_values(out, source);
     return;
   }
   if (auto* shm = shm_of(group, out)) {
@@ -796,7 +792,7 @@ void start_all_gather_coalesced(std::string_view op, const Group& group, at::Ten
   }
   if (is_alone(group)) {
     for (size_t i = 0; i < outs.size(); ++i) {
-      outs[i].copy_(sources[i].reshape(outs[i].sizes()));
+      copy_values(outs[i], sources[i]);
     }
     return;
   }
@@ -832,8 +828,7 @@ void start_all_gather_coalesced(std::string_view op, const Group& group, at::Ten
         const Tensors parts = columns(all, outs, ranks);
         for (size_t i = 0; i < outs.size(); ++i) {
           const at::Tensor& out = outs[i];
-          is_dense(out) ? out.view({ranks, -1}).copy_(parts[i])
-                        : out.copy_(parts[i].reshape(out.sizes()));
+          copy_values(is_dense(out) ? out.view({ranks, -1}) : out, parts[i]);
         }
       });
   channel.attach(outs, std::move(started));
@@ -845,7 +840,7 @@ void start_all_gather_uneven(std::string_view op, const Group& group, const at::
     return;
   }
   if (is_alone(group)) {
-    out.copy_(source);
+    copy_values(out, source);
     return;
   }
   if (auto* shm = shm_of(group, out)) {
@@ -984,7 +979,7 @@ void start_all_to_all(std::string_view op, const Group& group, const at::Tensor&
     return;
   }
   if (is_alone(group)) {
-    out.copy_(source.reshape(out.sizes()));
+    copy_values(out, source);
     return;
   }
   const auto row = width / static_cast<int64_t>(source.element_size());
@@ -1020,7 +1015,7 @@ void start_broadcast(std::string_view op, const Group& group, const at::Tensor& 
   }
   if (is_alone(group)) {
     if (!source.is_same(out)) {
-      out.copy_(source);
+      copy_values(out, source);
     }
     return;
   }
@@ -1032,7 +1027,7 @@ void start_broadcast(std::string_view op, const Group& group, const at::Tensor& 
   channel.say([&] { return called(Verb::Broadcast, out, out.numel()).rooted_at(src); });
   auto [buffer, finish] = landing(out);
   if (group.rank() == src && !source.is_same(buffer)) {
-    buffer.copy_(source);
+    copy_values(buffer, source);
   }
   auto options = options_of_call<c10d::BroadcastOptions>();
   options.rootRank = src;
@@ -1050,7 +1045,7 @@ void start_broadcast_coalesced(std::string_view op, const Group& group, at::Tens
   if (is_alone(group)) {
     for (size_t i = 0; i < outs.size(); ++i) {
       if (!sources[i].is_same(outs[i])) {
-        outs[i].copy_(sources[i]);
+        copy_values(outs[i], sources[i]);
       }
     }
     return;
@@ -1077,7 +1072,7 @@ void start_gather(std::string_view op, const Group& group, const at::Tensor& sou
     return;
   }
   if (is_alone(group)) {
-    out.copy_(source.reshape(out.sizes()));
+    copy_values(out, source);
     return;
   }
   if (auto* shm = shm_of(group, source)) {
@@ -1122,7 +1117,7 @@ void start_scatter(std::string_view op, const Group& group, const at::Tensor& so
     return;
   }
   if (is_alone(group)) {
-    out.copy_(source.reshape(out.sizes()));
+    copy_values(out, source);
     return;
   }
   if (auto* shm = shm_of(group, out)) {
@@ -1168,7 +1163,7 @@ void start_barrier(std::string_view op, const Group& group, const at::Tensor& so
   if (out.is_meta()) {
     return;
   }
-  out.copy_(source);
+  copy_values(out, source);
   if (is_alone(group)) {
     return;
   }

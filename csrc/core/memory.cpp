@@ -11,6 +11,17 @@ namespace {
 constexpr size_t kHugePage = size_t{2} << 20;
 constexpr size_t kWorthwhile = 2 * kHugePage;
 
+bool is_less_than_a_byte(const at::Tensor& t) {
+  using c10::ScalarType;
+  const auto dtype = t.scalar_type();
+  return (dtype >= ScalarType::UInt1 && dtype <= ScalarType::UInt7) ||
+         (dtype >= ScalarType::Int1 && dtype <= ScalarType::Int7);
+}
+
+at::Tensor as_bytes(const at::Tensor& t) {
+  return t.view(c10::ScalarType::Byte);
+}
+
 }  // namespace
 
 void prefer_huge_pages(const at::Tensor& fresh) {
@@ -73,6 +84,26 @@ at::Tensor span_of(const at::Tensor& t, int64_t offset, int64_t count) {
 
 at::Tensor bytes_of(const at::Tensor& t) {
   return span_of(t, caffe2::TypeMeta::Make<uint8_t>(), 0, static_cast<int64_t>(t.nbytes()));
+}
+
+void copy_values(const at::Tensor& out, const at::Tensor& source) {
+  if (C10_UNLIKELY(is_less_than_a_byte(out))) {
+    as_bytes(out).copy_(as_bytes(source).reshape(out.sizes()));
+    return;
+  }
+  out.copy_(source.sizes() == out.sizes() ? source : source.reshape(out.sizes()));
+}
+
+at::Tensor clone_of(const at::Tensor& source) {
+  return C10_UNLIKELY(is_less_than_a_byte(source))
+             ? as_bytes(source).clone(at::MemoryFormat::Contiguous).view(source.scalar_type())
+             : source.clone(at::MemoryFormat::Contiguous);
+}
+
+at::Tensor contiguous(const at::Tensor& source) {
+  return C10_UNLIKELY(is_less_than_a_byte(source))
+             ? as_bytes(source).contiguous().view(source.scalar_type())
+             : source.contiguous();
 }
 
 }  // namespace c10d_ext

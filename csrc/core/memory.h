@@ -29,4 +29,10 @@ at::Tensor span_of(const at::Tensor& t, int64_t offset, int64_t count);
 // The memory of a dense tensor.
 at::Tensor bytes_of(const at::Tensor& t);
 
+// out.copy_(source) of as many elements, a contiguous source.clone(), and source.contiguous(), of
+// every dtype: torch cannot copy the integers of 1 to 7 bits, of which each takes a byte.
+void copy_values(const at::Tensor& out, const at::Tensor& source);
+at::Tensor clone_of(const at::Tensor& source);
+at::Tensor contiguous(const at::Tensor& source);
+
 }  // namespace c10d_ext

@@ -92,7 +92,7 @@ inline at::Tensor apart_from(const at::Tensor& input, const at::Tensor& out) {
       at::get_overlap_status(input, out) == at::MemOverlapStatus::No) {
     return input;
   }
-  return input.clone(at::MemoryFormat::Contiguous);
+  return clone_of(input);
 }
 
 // A coalesced list travels as one message: one dtype, one device.

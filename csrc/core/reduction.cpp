@@ -18,6 +18,8 @@
 #include <limits>
 #include <string>
 
+#include "core/memory.h"
+
 namespace c10d_ext {
 
 namespace {
@@ -240,7 +242,7 @@ at::Tensor dense(const at::Tensor& t) {
   if (C10_UNLIKELY(t.is_conj() || t.is_neg())) {
     return t.resolve_conj().resolve_neg().contiguous();
   }
-  return t.is_contiguous() ? t : t.contiguous();
+  return t.is_contiguous() ? t : contiguous(t);
 }
 
 at::Tensor encode(const at::Tensor& source, const ReductionPlan& plan, bool may_alias) {

@@ -42,7 +42,7 @@ def fallen_back(odd: int = 1) -> Iterator[Any]:
     """A group in which rank `odd` cannot share memory, as the default group."""
     world = dist.group.WORLD
     rank = dist.get_rank()
-    if rank == odd:
+    if rank == min(odd, dist.get_world_size() - 1):
         os.environ["TORCH_C10D_EXT_SHM_DISABLE"] = "1"
     group = dist.new_group(backend="shm")
     c10d._update_default_pg(group)
@@ -77,7 +77,16 @@ def _is_empty() -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "size"), [("reduces", 3), ("moves", 2), ("moves", 3), ("lays_out", 2), ("refuses", 2)]
+    ("what", "size"),
+    [
+        ("reduces", 3),
+        ("moves", 2),
+        ("moves", 3),
+        ("moves_less_than_bytes", 1),
+        ("moves_less_than_bytes", 2),
+        ("lays_out", 2),
+        ("refuses", 2),
+    ],
 )
 def test_verbs(what: str, size: int) -> None:
     verify(size, _conforms, what, backend="gloo")

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+import torch_c10d_ext.distributed as ours
 from tests.backends.verbs import (
     BY_NAME,
     VERBS,
@@ -150,6 +151,68 @@ def moves(backend: str) -> Any:
 @with_gloo
 def test_moves_every_dtype(backend: str, size: int) -> None:
     verify(size, moves, backend, backend=backend)
+
+
+LESS_THAN_A_BYTE = (torch.int1, torch.int7, torch.uint1, torch.uint4)
+
+
+def moves_less_than_bytes() -> Any:
+    """Integers of 1 to 7 bits, in a byte each: torch has no kernel that copies them."""
+    n, rank, report = dist.get_world_size(), dist.get_rank(), Report()
+
+    def of(sender: int, receiver: int = 0, count: int = 3) -> Tensor:
+        values = torch.arange(2 * count, dtype=torch.uint8) + 16 * sender + 64 * receiver
+        return values[::2].view(dtype)
+
+    def room(count: int = 3) -> Tensor:
+        return torch.zeros(count, dtype=torch.uint8).view(dtype)
+
+    def expect(what: str, got: Tensors, want: Tensors) -> None:
+        got, want = ([x.view(torch.uint8) for x in xs] for xs in (got, want))
+        same = len(got) == len(want) and all(map(torch.equal, got, want))
+        report.expect(f"{dtype} {api.__name__}.{what}", "" if same else f"{got}, not {want}")
+
+    whole, last = range(n), n - 1
+    for dtype, api in itertools.product(LESS_THAN_A_BYTE, (dist, ours)):
+        with report.attempt(f"{dtype} {api.__name__}"):
+            mine, gathered = of(rank), [of(r) for r in whole]
+            outs = [room() for _ in whole]
+            api.all_gather(outs, mine)
+            expect("all_gather", outs, gathered)
+            out = room(3 * n)
+            all_gather_single(out, mine.view(torch.uint8).contiguous().view(dtype), api=api)
+            expect("all_gather_into_tensor", out.view(n, 3).unbind(), gathered)
+            uneven = [room(r + 1) for r in whole]
+            api.all_gather(uneven, of(rank, count=rank + 1))
+            expect("all_gather uneven", uneven, [of(r, count=r + 1) for r in whole])
+            outs = [room() for _ in whole]
+            api.gather(mine, outs if rank == last else None, dst=last)
+            expect("gather", outs, gathered if rank == last else [room() for _ in whole])
+            out = room()
+            api.scatter(out, [of(last, r) for r in whole] if rank == last else None, src=last)
+            expect("scatter", [out], [of(last, rank)])
+            outs = [room() for _ in whole]
+            api.all_to_all(outs, [of(rank, r) for r in whole])
+            expect("all_to_all", outs, [of(r, rank) for r in whole])
+            flat = torch.cat([of(rank, r).view(torch.uint8) for r in whole]).view(dtype)
+            out = room(3 * n)
+            api.all_to_all_single(out, flat)
+            expect("all_to_all_single", out.view(n, 3).unbind(), [of(r, rank) for r in whole])
+            out = of(rank)
+            api.broadcast(out, src=last)
+            expect("broadcast", [out], [of(last)])
+            if n > 1 and rank < 2:
+                out = room()
+                messages = [api.isend(mine, 1 - rank), api.irecv(out, 1 - rank)]
+                for message in messages:
+                    message.wait()
+                expect("isend", [out], [of(1 - rank)])
+    return report.result()
+
+
+@pytest.mark.parametrize("size", (1, 2, 3))
+def test_moves_integers_of_less_than_a_byte(size: int) -> None:
+    verify(size, moves_less_than_bytes, backend="shm")
 
 
 def refuses() -> Any:

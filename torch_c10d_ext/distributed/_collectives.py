@@ -16,6 +16,7 @@ import torch.distributed.distributed_c10d as distributed_c10d
 from torch import Tensor
 
 from torch_c10d_ext import _C
+from torch_c10d_ext._async import LESS_THAN_A_BYTE
 from torch_c10d_ext._groups import (
     Group,
     barrier_device,
@@ -98,6 +99,9 @@ def _check_numel(op: str, output: Tensor, numel: int, of: str, group: str) -> No
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    dtype = tensors[0].dtype
+    if dtype in LESS_THAN_A_BYTE:
+        return torch.cat([t.view(torch.uint8).reshape(-1) for t in tensors]).view(dtype)
     return torch.cat([t.reshape(-1) for t in tensors])
 
 
