@@ -39,6 +39,8 @@ ENVIRONMENT = {
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
     # The CPU's vector instructions are the compiler's, too: every rank would try them anew.
     "TORCHINDUCTOR_VEC_ISA_OK": "1",
+    # The code around AOTInductor's kernels takes longer to compile than to run.
+    "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL": "O0",
     # A cached graph would hide a broken lowering; C++ kernels are still shared, keyed by content.
     "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
     "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",

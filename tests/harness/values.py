@@ -8,6 +8,8 @@ where a division or an inexact factor rounds.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,6 +90,13 @@ def values(
 
     With `product`, values whose product over four ranks is exact in float32.
     """
+    build = _values_again if math.prod(shape) <= _FEW else _values
+    return build(tuple(shape), dtype, rank, salt, product).clone()
+
+
+def _values(
+    shape: tuple[int, ...], dtype: torch.dtype, rank: int, salt: int, product: bool
+) -> Tensor:
     if dtype in COMPLEX:
         real = values(shape, _real(dtype), rank, salt=2 * salt, product=product)
         imaginary = values(shape, _real(dtype), rank + 100, salt=2 * salt + 1, product=product)
@@ -111,6 +120,11 @@ def values(
     wide = torch.from_numpy(np.asarray(sign * mantissa * 2.0**exponent))
     # numpy gives empty arrays strides that torch would not.
     return _narrow(wide, dtype).clone(memory_format=torch.contiguous_format)
+
+
+# Of what a table of dtypes and ops asks for over and over.
+_FEW = 1000
+_values_again = functools.lru_cache(maxsize=1000)(_values)
 
 
 def bits(shape: Sequence[int], dtype: torch.dtype, rank: int, *, salt: int = 0) -> Tensor:

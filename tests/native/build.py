@@ -81,6 +81,16 @@ def _make(out: Path, command: list[str], inputs: Iterable[Path]) -> Path:
     return result
 
 
+def _object_of_the_extension(source: Path) -> Path | None:
+    """What the extension in the tree is linked from, unless it is older than the source."""
+    name = source.relative_to(ROOT).with_suffix(".o")
+    made = max(f.stat().st_mtime for f in _with_headers(source))
+    for path in (ROOT / "build").glob(f"temp.*/{name}"):
+        if path.stat().st_mtime > made:
+            return path
+    return None
+
+
 def build(
     program: str, sources: Iterable[str], sanitizer: str = "", *, library: bool = False
 ) -> Path:
@@ -96,6 +106,8 @@ def build(
     directory = ROOT / "build" / "native" / (sanitizer or "plain")
 
     def compiled(source: Path) -> Path:
+        if not sanitizer and (ready := _object_of_the_extension(source)):
+            return ready
         command = [*compiler, *flags, "-c", str(source)]
         return _make(directory / f"{source.stem}.o", command, _with_headers(source))
 
