@@ -99,4 +99,6 @@ def _connect(
 
 def _close() -> None:
     # A rank that ends by an exception tells the others at once.
-    _C.close_shm_groups(dt.timedelta() if hasattr(sys, "last_value") else _GRACE)
+    grace = dt.timedelta() if hasattr(sys, "last_value") else _GRACE
+    _C.close_shm_groups(grace)
+    _C.close_fallback_groups(grace)

@@ -26,6 +26,7 @@
 
 #include "backends/coalesced.h"
 #include "backends/keys.h"
+#include "backends/open_groups.h"
 #include "backends/parts.h"
 #include "backends/shm.h"
 #include "core/exchange.h"
@@ -84,7 +85,7 @@ void put(const at::Tensor& bytes, const at::Tensor& out) {
   // The bytes may lie at an odd address for the dtype.
   const at::Tensor values = at::empty(out.sizes(), out.options());
   bytes_of(values).copy_(bytes);
-  out.copy_(values);
+  copy_values(out, values);
 }
 
 Finish unpack_later(const at::Tensor& bytes, const Tensors& outs) {
@@ -101,7 +102,7 @@ Finish unpack_later(const at::Tensor& bytes, const Tensors& outs) {
 // The values of `source` in memory that nobody writes while they travel to `out`.
 at::Tensor apart(const at::Tensor& source, const at::Tensor& out) {
   const at::Tensor values = dense(source);
-  return values.is_alias_of(out) ? values.clone() : values;
+  return values.is_alias_of(out) ? clone_of(values) : values;
 }
 
 // Elements of each tensor.
@@ -159,6 +160,19 @@ std::string text_of(const std::exception_ptr& error) {
   } catch (...) {
     return "an error of no known kind";
   }
+}
+
+// What rank 0 has for telling who is awaited, once a wait has run out.
+constexpr std::chrono::milliseconds kAnswered{1000};
+
+CollectiveError impatience(std::string_view op, const Group& place, uint64_t seq,
+                           std::chrono::milliseconds timeout,
+                           const std::pair<std::vector<int>, std::string>& awaited) {
+  const auto& [ranks, who] = awaited;
+  return CollectiveError(
+      CollectiveError::Kind::Timeout,
+      c10::str(op, ": ", shm::text_of_impatience(timeout, who), ' ', where(place)), ranks,
+      std::string(op), seq, place.name());
 }
 
 // A collective that gloo begins once the ranks have agreed.
@@ -265,11 +279,7 @@ class AgreedWork final : public c10d::Work {
       if (const auto group = agreement_.lock()) {
         awaited = group->awaited(seq_, kAnswered);
       }
-      const auto& [ranks, who] = awaited;
-      throw CollectiveError(
-          CollectiveError::Kind::Timeout,
-          c10::str(op_, ": ", shm::text_of_impatience(timeout, who), ' ', where(place_)), ranks,
-          std::string(op_), seq_, place_.name());
+      throw impatience(op_, place_, seq_, timeout, awaited);
     }
     if (error_) {
       std::rethrow_exception(error_);
@@ -288,9 +298,6 @@ class AgreedWork final : public c10d::Work {
   }
 
  private:
-  // What rank 0 has for telling who is awaited, once a wait has run out.
-  static constexpr Milliseconds kAnswered{1000};
-
   const std::string_view op_;  // the names of ops are literals
   const Group place_;
   const std::weak_ptr<Agreement> agreement_;
@@ -442,7 +449,13 @@ OverGloo::OverGloo(c10::intrusive_ptr<c10d::Backend> gloo, c10::intrusive_ptr<c1
       timeout_(options.timeout),
       agreement_(Agreement::join(part_of("agreement", store_), {rank_, size_, options.group_name},
                                  options.timeout)) {
+  OpenGroups<Agreement>::of_this_process().add(agreement_);
   init();
+}
+
+void OverGloo::close_all(Milliseconds grace) {
+  OpenGroups<Agreement>::of_this_process().close_all(
+      grace, [](Agreement& group, Milliseconds left) { group.leave(left); });
 }
 
 OverGloo::~OverGloo() {
@@ -556,14 +569,21 @@ OverGloo::WorkPtr OverGloo::agree(const Message& message, std::function<WorkPtr(
     }
     messages_.emplace_back(work);
   }
-  return with_patience(work, [op = name_of(message), group = group_.name(),
-                              agreement = agreement_](std::exception_ptr error) {
+  const auto op = name_of(message);
+  const Group place({}, group_.name(), rank_, size_);
+  const auto failed = [op, place, agreement = agreement_](std::exception_ptr error) {
     if (says_it_all(error)) {
       return error;
     }
     const auto failure = agreement->failure(op, 0, kExplained);
-    return failure ? error_of(*failure, group) : error;
-  });
+    return failure ? error_of(*failure, place.name()) : error;
+  };
+  const auto late = [op, place, number = work->getSequencenumber(),
+                     agreement = agreement_](Milliseconds timeout) {
+    const auto awaited = agreement->awaited_by_message(number, kAnswered);
+    return std::make_exception_ptr(impatience(op, place, 0, timeout, awaited));
+  };
+  return with_patience(work, Explanations{failed, late});
 }
 
 void OverGloo::leave() {
@@ -1087,6 +1107,8 @@ void bind_fallback(pybind11::module_& m) {
           py::arg("global_ranks"), py::arg("strict"))
       .def_property_readonly("gloo", &OverGloo::gloo, "The backend that does the work.");
   m.def("set_fallback_connect", &OverGloo::set_connect, py::arg("connect"));
+  m.def("close_fallback_groups", &OverGloo::close_all, py::arg("grace"),
+        py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace c10d_ext

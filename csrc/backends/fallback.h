@@ -47,6 +47,10 @@ class OverGloo final : public c10d::Backend, private VerbChecks {
       const std::string& group_name, const std::vector<uint64_t>& global_ranks)>;
   static void set_connect(Connect connect);
 
+  // What has been started ends within `grace` or fails, and the groups of this process are left:
+  // the other ranks know at once.
+  static void close_all(Milliseconds grace);
+
   // Collective: meets the other ranks.
   // `strict`: shapes must agree, and not only sizes.
   OverGloo(c10::intrusive_ptr<c10d::Backend> gloo, c10::intrusive_ptr<c10d::Store> store,

@@ -21,6 +21,7 @@
 
 #include "backends/coalesced.h"
 #include "backends/keys.h"
+#include "backends/open_groups.h"
 #include "backends/parts.h"
 #include "backends/shm/aside.h"
 #include "backends/shm/bootstrap.h"
@@ -495,7 +496,7 @@ class ShmBackend::Flight final : public shm::Operation {
       try {
         at::AutoDispatchBelowADInplaceOrView below_autograd;
         for (const auto& [scratch, out] : landings_) {
-          out.copy_(scratch);
+          copy_values(out, scratch);
         }
         if (finish_) {
           finish_();
@@ -661,35 +662,16 @@ class ShmBackend::Live {
                                      const Settings& settings, const Group& place) {
     shm::Settings engine_settings = settings.engine;
     engine_settings.group = place.name();
-    engine_settings.died = [m = membership.get()](int rank) { return m->died(rank); };
+    engine_settings.pulses = membership->pulses();
+    engine_settings.pulses[static_cast<size_t>(place.rank())] = nullptr;
     auto engine = std::make_unique<shm::Engine>(
         membership->mapping(), settings.arena, static_cast<int>(place.rank()),
         static_cast<int>(place.size()), membership->peers(), engine_settings);
     auto live = std::make_shared<Live>(std::move(membership), std::move(engine),
                                        !settings.engine.progress_thread, place);
     live->membership_->watch([e = live->engine_.get()](int rank) { e->peer_lost(rank); });
-    std::lock_guard lock(registry().mutex);
-    auto& all = registry().groups;
-    all.erase(std::remove_if(all.begin(), all.end(), [](const auto& g) { return g.expired(); }),
-              all.end());
-    all.push_back(live);
+    OpenGroups<Live>::of_this_process().add(live);
     return live;
-  }
-
-  static void close_all(Milliseconds grace) {
-    std::vector<std::weak_ptr<Live>> all;
-    {
-      std::lock_guard lock(registry().mutex);
-      all.swap(registry().groups);
-    }
-    const auto deadline = std::chrono::steady_clock::now() + grace;
-    for (const auto& group : all) {
-      if (const auto live = group.lock()) {
-        const auto left =
-            std::chrono::duration_cast<Milliseconds>(deadline - std::chrono::steady_clock::now());
-        live->close(std::max(left, Milliseconds(0)));
-      }
-    }
   }
 
   // The peers are told as soon as it is done: their operations that need this rank fail.
@@ -760,16 +742,6 @@ class ShmBackend::Live {
   }
 
  private:
-  struct Registry {
-    std::mutex mutex;
-    std::vector<std::weak_ptr<Live>> groups;
-  };
-  // Never destroyed: groups may end while the process does.
-  static Registry& registry() {
-    static auto* instance = new Registry;
-    return *instance;
-  }
-
   bool is_foreign() const {
     return shm::fork_generation() != generation_;
   }
@@ -1677,7 +1649,8 @@ bool ShmBackend::when_settled(c10d::Work& work, std::function<void(std::exceptio
 }
 
 void ShmBackend::close_all(Milliseconds grace) {
-  Live::close_all(grace);
+  OpenGroups<Live>::of_this_process().close_all(
+      grace, [](Live& group, Milliseconds left) { group.close(left); });
 }
 
 c10::intrusive_ptr<ShmBackend::Options> ShmBackend::getBackendOptions() {

@@ -9,6 +9,7 @@
 #include <condition_variable>
 #include <exception>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -23,10 +24,10 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 class PatientWork final : public c10d::Work {
  public:
-  PatientWork(WorkPtr inner, Explain explain)
+  PatientWork(WorkPtr inner, std::optional<Explanations> explanations)
       : c10d::Work(-1, inner->retrieveOpType()),
         inner_(std::move(inner)),
-        explain_(std::move(explain)) {}
+        explanations_(std::move(explanations)) {}
 
   ~PatientWork() override {
     if (inner_ == nullptr) {
@@ -66,7 +67,7 @@ class PatientWork final : public c10d::Work {
     check_at_home();
     const bool limited = timeout != kNoTimeout;
     const auto until = limited ? Clock::now() + timeout : Clock::time_point::max();
-    if (limited || explain_) {
+    if (limited || explanations_) {
       // gloo would close the connection at the end of a patience of its own, and knows no Ctrl-C.
       listen();
     } else if (take()) {
@@ -75,6 +76,10 @@ class PatientWork final : public c10d::Work {
     std::unique_lock<std::mutex> lock(mutex_);
     // The taker's wait ends by the backend's own timeout.
     if (!wait_interruptibly(over_, lock, until, [this] { return inner_ == nullptr; })) {
+      if (explanations_) {
+        lock.unlock();
+        std::rethrow_exception(explanations_->late(timeout));
+      }
       C10_THROW_ERROR(DistBackendError, c10::str("no end after ", timeout.count(), " ms"));
     }
     if (error_) {
@@ -128,7 +133,7 @@ class PatientWork final : public c10d::Work {
       const auto error = std::make_exception_ptr(
           c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
                                 "a message of the process this one was forked from"));
-      std::rethrow_exception(explain_ ? explain_(error) : error);
+      std::rethrow_exception(explanations_ ? explanations_->failed(error) : error);
     }
   }
 
@@ -156,8 +161,8 @@ class PatientWork final : public c10d::Work {
       }
     } catch (...) {
       error = std::current_exception();
-      if (explain_) {
-        error = explain_(error);
+      if (explanations_) {
+        error = explanations_->failed(error);
       }
     }
     WorkPtr inner;  // released without the lock
@@ -190,7 +195,7 @@ class PatientWork final : public c10d::Work {
   mutable std::mutex mutex_;
   std::condition_variable over_;
   WorkPtr inner_;  // null once over
-  const Explain explain_;
+  const std::optional<Explanations> explanations_;
   const uint64_t generation_ = shm::fork_generation();
   bool taken_ = false;
   std::exception_ptr error_;
@@ -201,8 +206,13 @@ class PatientWork final : public c10d::Work {
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::Work> with_patience(c10::intrusive_ptr<c10d::Work> work, Explain explain) {
-  return c10::make_intrusive<PatientWork>(std::move(work), std::move(explain));
+c10::intrusive_ptr<c10d::Work> with_patience(c10::intrusive_ptr<c10d::Work> work) {
+  return c10::make_intrusive<PatientWork>(std::move(work), std::nullopt);
+}
+
+c10::intrusive_ptr<c10d::Work> with_patience(c10::intrusive_ptr<c10d::Work> work,
+                                             Explanations explanations) {
+  return c10::make_intrusive<PatientWork>(std::move(work), std::move(explanations));
 }
 
 }  // namespace c10d_ext

@@ -2,6 +2,7 @@
 
 #include <c10/util/intrusive_ptr.h>
 
+#include <chrono>
 #include <exception>
 #include <functional>
 
@@ -15,10 +16,15 @@ namespace c10d_ext {
 // wait for, each with its own patience, that says whether it is complete, and has a future.
 //
 // Who waits first waits at `work`; a question makes that a thread of its own. Dropped before it is
-// complete, it lets `work` come to its end. `explain`, where there is one, makes of its error the
-// one to raise.
-using Explain = std::function<std::exception_ptr(std::exception_ptr error)>;
+// complete, it lets `work` come to its end.
+struct Explanations {
+  // Makes of the error of `work` the one to raise.
+  std::function<std::exception_ptr(std::exception_ptr error)> failed;
+  // What a wait raises that ends before `work`.
+  std::function<std::exception_ptr(std::chrono::milliseconds timeout)> late;
+};
+c10::intrusive_ptr<c10d::Work> with_patience(c10::intrusive_ptr<c10d::Work> work);
 c10::intrusive_ptr<c10d::Work> with_patience(c10::intrusive_ptr<c10d::Work> work,
-                                             Explain explain = nullptr);
+                                             Explanations explanations);
 
 }  // namespace c10d_ext

@@ -53,6 +53,21 @@ def _all_reduce(count: int = 1, async_op: bool = False) -> dist.Work | None:
     return dist.all_reduce(torch.ones(count), async_op=async_op)
 
 
+class Lingering:
+    """The end of its process takes until rank 0's is over."""
+
+    def __init__(self) -> None:
+        self.stat = Path(f"/proc/{pids[0]}/stat")
+        self.sleep, self.clock = time.sleep, time.monotonic
+
+    def __del__(self) -> None:
+        ends = self.clock() + 20
+        while self.stat.exists() and ") Z " not in self.stat.read_text():
+            if self.clock() > ends:
+                os._exit(9)
+            self.sleep(0.01)
+
+
 def main(scenario: str, rank: int) -> None:
     _all_reduce()
     if scenario == "destroys":
@@ -65,8 +80,12 @@ def main(scenario: str, rank: int) -> None:
         if rank == 0:
             _expect_loss(_all_reduce)
         time.sleep(0.3)
-        if scenario == "one raises":
+        if "lingers" in scenario:
+            main.lingering = Lingering()  # type: ignore
+        if "raises" in scenario:
             raise ValueError("as planned")
+        if "returns" in scenario:
+            return
         if scenario == "one exits":
             os._exit(3)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -117,8 +136,9 @@ def finish(pid: int) -> int:
 directory = os.open(sys.argv[1], os.O_PATH)  # still there when /tmp is not
 alone = _empty("/dev/shm", "/tmp")
 child = None
+running: dict[str, list[int]] = {}
 for number, name in enumerate(sys.argv[2:]):
-    pids = []
+    pids = running[name] = []
     for rank in (0, 1):
         pid = start(name, rank, f"/proc/self/fd/{directory}/{number}")
         if pid == 0:
@@ -127,13 +147,15 @@ for number, name in enumerate(sys.argv[2:]):
         pids.append(pid)
     if child:
         break
-    print(f"= {name}: {tuple(map(finish, pids))}", flush=True)
+
+if child:
+    main(*child)
+else:
+    for name, pids in running.items():
+        print(f"= {name}: {tuple(map(finish, pids))}", flush=True)
     left = [str(p) for d in ("/dev/shm", "/tmp") for p in Path(d).iterdir()] if alone else []
     if left:
         print("left behind:", left)
         sys.exit(1)
-
-if child:
-    main(*child)
-elif not alone:
-    print("not allowed to mount: what is left in /dev/shm and /tmp was not looked at")
+    if not alone:
+        print("not allowed to mount: what is left in /dev/shm and /tmp was not looked at")

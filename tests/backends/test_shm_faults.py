@@ -278,12 +278,11 @@ def _wait_a_moment() -> None:
         dist.send(torch.ones(2), 0)
     ops = ["all_reduce", "barrier"]  # the second is behind the first
     started = [dist.all_reduce(x, async_op=True), dist.barrier(async_op=True)]
-    over_gloo = type(dist.group.WORLD._get_backend(torch.device("cpu"))) is _C.OverGloo
     if rank == 0:
-        ops += [] if over_gloo else ["recv"]
+        ops.append("recv")
         started.append(dist.irecv(message, 1))
     if rank != 1:
-        for work, op in zip(started, ops, strict=False):
+        for work, op in zip(started, ops, strict=True):
             failure = report(lambda work=work: work.wait(dt.timedelta(milliseconds=50)))
             assert (failure.kind, failure.op) == ("CollectiveTimeout", op)
             # On a busy machine others may be late as well.
@@ -1109,6 +1108,9 @@ EXIT_CODES = {
     "exits with 3": (3, 3),
     "raises": (1, 1),
     "one raises": (7, 1),
+    # Its groups are left first.
+    "one raises and lingers": (7, 1),
+    "one returns and lingers": (7, 0),
     "one exits": (7, 3),
     "one is killed": (7, -signal.SIGKILL),
     "in flight": (0, 0),
@@ -1119,14 +1121,36 @@ EXIT_CODES = {
 }
 
 
-def test_processes_end_as_they_would_without_the_backend(tmp_path: Path) -> None:
+FALLBACK_EXITS = (
+    "returns",
+    "raises",
+    "one raises and lingers",
+    "one returns and lingers",
+    "in flight",
+    "in flight and raises",
+)
+
+
+@pytest.mark.parametrize(
+    ("scenarios", "disabled"),
+    [(tuple(EXIT_CODES), "0"), (FALLBACK_EXITS, "1")],
+    ids=[BACKEND, FALLBACK],
+)
+def test_processes_end_as_they_would_without_the_backend(
+    scenarios: tuple[str, ...], disabled: str, tmp_path: Path
+) -> None:
     launcher = subprocess.Popen(
-        [sys.executable, str(EXITS), str(tmp_path), *EXIT_CODES],
+        [sys.executable, str(EXITS), str(tmp_path), *scenarios],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=Path(__file__).parents[2],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "TORCH_C10D_EXT_SHM_DISABLE": disabled,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "OMP_NUM_THREADS": "1",
+        },
         start_new_session=True,
     )
     try:
@@ -1139,7 +1163,7 @@ def test_processes_end_as_they_would_without_the_backend(tmp_path: Path) -> None
     got = dict(
         line.removeprefix("= ").split(": ") for line in output.splitlines() if line[:2] == "= "
     )
-    assert got == {name: str(codes) for name, codes in EXIT_CODES.items()}
+    assert got == {name: str(EXIT_CODES[name]) for name in scenarios}
     # Nobody of the session is left.
     with pytest.raises(ProcessLookupError):
         os.killpg(launcher.pid, 0)

@@ -3,6 +3,7 @@
 // the tests that need one are not in its build.
 
 #include "backends/shm/bootstrap.h"
+#include "backends/shm/futex.h"
 
 #include <dirent.h>
 #include <fcntl.h>
@@ -12,6 +13,7 @@
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -725,6 +727,48 @@ void test_a_death_shows_before_the_memory_is_freed() {
   CHECK_EQUAL(finish(pids[0]), 0);
 }
 
+// One of those who sleep, as the kernel wakes no more.
+void test_a_death_wakes_a_sleeper() {
+  if (syscall(449, nullptr, 0, 0, nullptr, CLOCK_MONOTONIC) < 0 && errno == ENOSYS) {
+    std::printf("  skipped: the kernel has no futex_waitv\n");
+    return;
+  }
+  constexpr auto kTooLong = 10s;
+  const Group group;
+  auto* word = shared<std::atomic<uint32_t>>();
+  auto* asleep = shared<std::atomic<int>>();
+  auto* woken = shared<std::atomic<int>>();
+  const auto pids = start_ranks(3, [&](int rank) {
+    const auto member = group.enter(rank, 3);
+    member->watch([](int) {});
+    group.meet(3);
+    if (rank == 2) {
+      pause();
+    }
+    auto pulses = member->pulses();
+    pulses[static_cast<size_t>(rank)] = nullptr;
+    ++*asleep;
+    const auto began = Clock::now();
+    futex_sleep(*word, 0, pulses, kTooLong);
+    CHECK(Clock::now() < began + kTooLong);
+    CHECK(member->died(2));
+    // Passed on.
+    ++*woken;
+    ++*word;
+    futex_wake_all(*word);
+    // A rank that has died is not waited for.
+    futex_sleep(*word, *word, pulses, 1ms);
+  });
+  CHECK(eventually([&] { return asleep->load() == 2; }));
+  std::this_thread::sleep_for(20ms);
+  CHECK_EQUAL(woken->load(), 0);
+  kill(pids[2], SIGKILL);
+  finish(pids[2]);
+  CHECK_EQUAL(finish(pids[0]), 0);
+  CHECK_EQUAL(finish(pids[1]), 0);
+  CHECK_EQUAL(woken->load(), 2);
+}
+
 void test_an_exit_is_noticed() {
   auto* go = shared<std::atomic<bool>>();
   const auto wait = [=] { CHECK(eventually([&] { return go->load(); })); };
@@ -1062,6 +1106,7 @@ const Test kTests[] = {
     TEST(no_memory_without_an_error),
     TEST(a_killed_rank_is_noticed),
     TEST(a_death_shows_before_the_memory_is_freed),
+    TEST(a_death_wakes_a_sleeper),
     TEST(an_exit_is_noticed),
     TEST(a_stopped_rank_is_not_lost),
     TEST(states_of_processes),

@@ -59,6 +59,7 @@ enum Says : uint32_t {
   kBroken,
   kOverdue,
   kAsking,
+  kAskingOfMessage,
   kPing,
   kPong,
   kOver,
@@ -292,21 +293,24 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
                     : std::nullopt;
   }
 
-  std::pair<std::vector<int>, std::string> awaited(uint64_t seq, Milliseconds patience) {
+  // Of collective or message `number`.
+  std::pair<std::vector<int>, std::string> awaited(Says question, uint64_t number,
+                                                   Milliseconds patience) {
     if (is_foreign()) {
       return {};
     }
+    const std::pair key(question, number);
     std::unique_lock lock(mutex_);
-    asked_.try_emplace(seq);
-    news_.push_back({seq, kAsking, Words().put(static_cast<int64_t>(seq))});
+    asked_.try_emplace(key);
+    news_.push_back({number, question, Words().put(static_cast<int64_t>(number))});
     lock.unlock();
     wake();
     lock.lock();
     changed_.wait_until(lock, after(patience), [&] {
-      const auto found = asked_.find(seq);
+      const auto found = asked_.find(key);
       return found == asked_.end() || found->second || end_ || leaving_;
     });
-    const auto answer = asked_.extract(seq);
+    const auto answer = asked_.extract(key);
     return answer && answer.mapped() ? std::pair(answer.mapped()->ranks, answer.mapped()->text)
                                      : std::pair<std::vector<int>, std::string>();
   }
@@ -820,9 +824,10 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
         break;
       }
       case kAwaited: {
-        const auto seq = static_cast<uint64_t>(words.number());
+        const auto question = static_cast<Says>(words.number());
+        const auto number = static_cast<uint64_t>(words.number());
         const auto text = words.text();
-        take_answer(seq, {text, words.numbers<int>()});
+        take_answer({question, number}, {text, words.numbers<int>()});
         break;
       }
       case kPing:
@@ -853,10 +858,10 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     running_.insert(waiting_.extract(found));
   }
 
-  void take_answer(uint64_t seq, Difference who) {
+  void take_answer(std::pair<Says, uint64_t> asked, Difference who) {
     {
       std::lock_guard lock(mutex_);
-      const auto found = asked_.find(seq);
+      const auto found = asked_.find(asked);
       if (found == asked_.end()) {
         return;  // nobody waits for it any more
       }
@@ -940,17 +945,18 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
         ask({seq, kBroken, why}, suspects(seq));
         break;
       }
-      case kAsking: {
-        const auto seq = static_cast<uint64_t>(words.number());
-        ask({seq, kAsking, "", rank}, seq > agreed_ ? suspects(seq) : std::vector<int>());
+      case kAsking:
+      case kAskingOfMessage: {
+        const auto number = static_cast<uint64_t>(words.number());
+        const auto question = static_cast<Says>(kind);
+        ask({number, question, "", rank}, awaited_by(rank, question, number));
         break;
       }
       case kOverdue: {
         const auto number = static_cast<uint64_t>(words.number());
         const auto within = words.text();
-        if (const auto* posted = matching_.find(rank, number)) {
-          ask({number, kOverdue, within, rank},
-              posted->peer < 0 ? std::vector<int>() : peers_of(*posted));
+        if (matching_.find(rank, number) != nullptr) {
+          ask({number, kOverdue, within, rank}, awaited_by(rank, kOverdue, number));
         }
         break;
       }
@@ -1110,6 +1116,15 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     return ranks;
   }
 
+  // Whom collective or message `number` of `rank` waits for; none where that can be anybody.
+  std::vector<int> awaited_by(int rank, Says question, uint64_t number) const {
+    if (question == kAsking) {
+      return number > agreed_ ? suspects(number) : std::vector<int>();
+    }
+    const auto* posted = matching_.find(rank, number);
+    return posted == nullptr || posted->peer < 0 ? std::vector<int>() : peers_of(*posted);
+  }
+
   void ask(Question question, const std::vector<int>& ranks) {
     // Of one that ends the group one is enough.
     const auto ends = [](const Question& q) { return q.kind == kLate || q.kind == kBroken; };
@@ -1138,16 +1153,20 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
                                                 : "alive";
     };
     const uint64_t seq = question.seq;
-    if (question.kind == kAsking) {
-      const auto ranks = seq > agreed_ ? suspects(seq) : std::vector<int>();
+    if (question.kind == kAsking || question.kind == kAskingOfMessage) {
+      const auto ranks = awaited_by(question.of, question.kind, seq);
       tell(question.of, kAwaited,
-           Words().put(static_cast<int64_t>(seq)).put(describe(ranks, state_of)).put(ranks));
+           Words()
+               .put(question.kind)
+               .put(static_cast<int64_t>(seq))
+               .put(describe(ranks, state_of))
+               .put(ranks));
       return;
     }
     if (question.kind == kOverdue) {
+      const auto ranks = awaited_by(question.of, question.kind, seq);
       for (const auto& posted : matching_.take_out(
                [&](const Posted& p) { return p.rank == question.of && p.number == seq; })) {
-        const auto ranks = posted.peer < 0 ? std::vector<int>() : peers_of(posted);
         const auto text = "the " + text_of_message(posted.tag) + " must be done within " +
                           question.why + ", got no answer from " +
                           (ranks.empty() ? "any rank" : describe(ranks, state_of));
@@ -1202,7 +1221,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   // Nothing that waits is late before.
   Clock::time_point soonest_ = kNever;
   // About collectives, and the answer once it is there.
-  std::map<uint64_t, std::optional<Difference>> asked_;
+  std::map<std::pair<Says, uint64_t>, std::optional<Difference>> asked_;
   std::vector<Begin> begins_, grants_;
   std::vector<Failed> fails_;
   std::optional<End> end_;
@@ -1258,7 +1277,12 @@ uint64_t Agreement::post(Message message) {
 }
 
 std::pair<std::vector<int>, std::string> Agreement::awaited(uint64_t seq, Milliseconds patience) {
-  return impl_->awaited(seq, patience);
+  return impl_->awaited(kAsking, seq, patience);
+}
+
+std::pair<std::vector<int>, std::string> Agreement::awaited_by_message(uint64_t number,
+                                                                       Milliseconds patience) {
+  return impl_->awaited(kAskingOfMessage, number, patience);
 }
 
 void Agreement::done(uint64_t seq) {

@@ -77,6 +77,9 @@ class Agreement {
   // The ranks that have not called collective `seq`, and a text that names them with their states;
   // none where all have, or where rank 0 does not say so in time.
   std::pair<std::vector<int>, std::string> awaited(uint64_t seq, Milliseconds patience);
+  // The other end of a message, which has not posted its own; none where it has, or can be anybody.
+  std::pair<std::vector<int>, std::string> awaited_by_message(uint64_t number,
+                                                              Milliseconds patience);
   // Whether a collective has failed after it was begun: whoever does it may never come to an end.
   bool has_abandoned() const;
   // Whether this is a fork of the process that joined.

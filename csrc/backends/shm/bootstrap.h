@@ -84,6 +84,9 @@ class Membership {
   // has stopped its threads; `on_lost` waits until it has freed its memory, too, about 0.1 s per
   // GB, but also tells of ranks that leave. Costs a load of shared memory; any thread may ask.
   virtual bool died(int rank) const = 0;
+  // What tells died(): a word for each rank in the shared memory, marked FUTEX_OWNER_DIED. The
+  // kernel wakes one of those who sleep on it then.
+  virtual std::vector<std::atomic<uint32_t>*> pulses() const = 0;
   // Ends the watching; after it returns no `on_lost` runs or will run. Idempotent. Not to be called
   // with a lock held that `on_lost` takes.
   virtual void stop() = 0;

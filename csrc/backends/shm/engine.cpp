@@ -3,13 +3,10 @@
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <climits>
 #include <condition_variable>
-#include <ctime>
 #include <deque>
 #include <iterator>
 #include <list>
@@ -31,8 +28,10 @@ using Clock = Operation::Clock;
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
-// A sleeper looks around at least this often, for what nobody rings for: the death of a rank.
+// A sleeper looks around at least this often, for what nobody rings for.
 constexpr milliseconds kNap{5};
+// The first sleep of a wait, which hears of what is published alone, so that it costs less.
+constexpr milliseconds kDoze{1};
 constexpr milliseconds kInterruptEvery{50};
 // How long the progress thread leaves work to a caller who is about to wait for it anyway.
 constexpr microseconds kHeadStart{100};
@@ -215,16 +214,6 @@ size_t bytes_of(const Buffer& buffer) {
     bytes += piece.bytes;
   }
   return bytes;
-}
-
-void futex_wake_all(std::atomic<uint32_t>& word) {
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
-}
-
-void futex_sleep(std::atomic<uint32_t>& word, uint32_t seen, std::chrono::nanoseconds timeout) {
-  const auto ns = std::max<int64_t>(timeout.count(), 0);
-  timespec t{static_cast<time_t>(ns / 1000000000), static_cast<long>(ns % 1000000000)};
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, seen, &t, nullptr, 0);
 }
 
 std::string Place::text() const {
@@ -555,11 +544,19 @@ class Engine::Impl : public std::enable_shared_from_this<Engine::Impl> {
     queue_.pop_front();
   }
 
+  bool has_died(int rank) const {
+    const auto* pulse =
+        settings_.pulses.empty() ? nullptr : settings_.pulses[static_cast<size_t>(rank)];
+    return pulse != nullptr && (pulse->load(std::memory_order_acquire) & FUTEX_OWNER_DIED) != 0;
+  }
+
   bool is_lost(int rank) {
     auto& lost = lost_[static_cast<size_t>(rank)];
-    if (!lost.load(std::memory_order_acquire) && settings_.died && settings_.died(rank)) {
+    if (!lost.load(std::memory_order_acquire) && has_died(rank)) {
       lost.store(true, std::memory_order_seq_cst);
       any_lost_.store(true, std::memory_order_seq_cst);
+      // The kernel has told one of those who wait.
+      team_.ring_sleepers();
     }
     return lost.load(std::memory_order_acquire);
   }
@@ -846,12 +843,14 @@ class Engine::Impl : public std::enable_shared_from_this<Engine::Impl> {
       return moved;
     };
     auto idle_since = Clock::now();
+    bool dozed = false;
     for (int rounds = 0;; ++rounds) {
       if (satisfied()) {
         return true;
       }
       if (round(/*thorough=*/false)) {
         idle_since = Clock::now();
+        dozed = false;
         if (!go_on(idle_since)) {
           return satisfied();
         }
@@ -875,7 +874,12 @@ class Engine::Impl : public std::enable_shared_from_this<Engine::Impl> {
       self.sleepers.fetch_add(1, std::memory_order_seq_cst);
       const uint32_t seen = self.bell.load(std::memory_order_seq_cst);
       if (!round(/*thorough=*/true) && !satisfied()) {
-        futex_sleep(self.bell, seen, std::min<Clock::duration>(kNap, deadline - now));
+        if (std::exchange(dozed, true)) {
+          futex_sleep(self.bell, seen, settings_.pulses,
+                      std::min<Clock::duration>(kNap, deadline - now));
+        } else {
+          futex_sleep(self.bell, seen, std::min<Clock::duration>(kDoze, deadline - now));
+        }
       }
       self.sleepers.fetch_sub(1, std::memory_order_seq_cst);
       idle_since = Clock::now();

@@ -179,9 +179,10 @@ struct Settings {
   std::chrono::microseconds spin_time{100};   // busy waiting before sleeping
   bool progress_thread = true;
   bool strict = false;  // compare shapes too, not only element counts
-  // When set: whether a rank's process has begun to end, for who waits for it (peer_lost() may come
-  // much later). Called about every 5 ms of a wait; must be quick.
-  std::function<bool(int rank)> died;
+  // When given, by rank: words of the shared memory that the kernel marks with FUTEX_OWNER_DIED
+  // when a rank's process begins to end, and then wakes who sleeps on them (peer_lost() may come
+  // much later).
+  std::vector<std::atomic<uint32_t>*> pulses;
 };
 
 // Thread safe. Collectives run in the order of submission; sends and receives beside them.

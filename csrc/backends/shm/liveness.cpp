@@ -98,7 +98,7 @@ class Watcher : public std::enable_shared_from_this<Watcher> {
     pthread_setname_np(thread_, "c10d_ext_watch");
     thread_id_.wait(0, std::memory_order_acquire);
     for (auto* link = locks_.list.next; link != &locks_.list; link = link->next) {
-      reinterpret_cast<Pulse*>(link)->owner.store(thread_id_, std::memory_order_release);
+      reinterpret_cast<Pulse*>(link)->owner.store(word(), std::memory_order_release);
     }
   }
 
@@ -122,7 +122,7 @@ class Watcher : public std::enable_shared_from_this<Watcher> {
     // The kernel reads the list when the thread is dead, so others may write it.
     pulse.next = locks_.list.next;
     locks_.list.next = link_of(pulse);
-    pulse.owner.store(thread_id_, std::memory_order_release);
+    pulse.owner.store(word(), std::memory_order_release);
   }
 
   // True when the last owner is gone: call finish() then.
@@ -167,6 +167,12 @@ class Watcher : public std::enable_shared_from_this<Watcher> {
     int rank;
     int fd;
   };
+
+  // Nobody's as long as the thread is not running yet.
+  uint32_t word() const {
+    const uint32_t id = thread_id_;
+    return id == 0 ? 0 : id | FUTEX_WAITERS;
+  }
 
   static robust_list* link_of(Pulse& pulse) {
     return reinterpret_cast<robust_list*>(&pulse.next);
@@ -271,6 +277,14 @@ class Member : public Membership {
       watcher->start(guard);
     }
     process().watcher = watcher_ = watcher;
+  }
+
+  std::vector<std::atomic<uint32_t>*> pulses() const override {
+    std::vector<std::atomic<uint32_t>*> words;
+    for (int rank = 0; rank < static_cast<int>(peers_.size()); ++rank) {
+      words.push_back(&pulse(rank).owner);
+    }
+    return words;
   }
 
   bool died(int rank) const override {

@@ -7,8 +7,9 @@
 // process ends, however it ends, the kernel closes the write end, and the peers' polls say so.
 //
 // The kernel does so last, after it has freed the process' memory. Before that it goes through the
-// locks that each thread has left on record as being its own (set_robust_list(2)) and marks them:
-// each rank's watcher holds such a lock, a Pulse in the shared memory, which nobody ever waits for.
+// locks that each thread has left on record as being its own (set_robust_list(2)), marks them and
+// wakes one that waits for each: every rank's watcher holds such a lock, a Pulse in the shared
+// memory, which is only ever waited for to hear of that.
 
 #include <atomic>
 #include <mutex>
@@ -60,7 +61,8 @@ Peer this_process();
 
 struct alignas(64) Pulse {
   void* next = nullptr;  // the kernel's list of the owner's locks
-  // 0: nobody's yet, or no more; otherwise the thread that owns it, marked once that is dead.
+  // 0: nobody's yet, or no more; otherwise the thread that owns it, as one that is waited for,
+  // marked once that is dead.
   std::atomic<uint32_t> owner{0};
 };
 

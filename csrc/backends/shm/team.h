@@ -12,14 +12,10 @@
 #include <vector>
 
 #include "backends/shm/engine.h"
+#include "backends/shm/futex.h"
 #include "backends/shm/layout.h"
 
 namespace c10d_ext::shm {
-
-// Wakes, or sleeps on, a word of shared memory. The sleep ends when the word is rung, has another
-// value than `seen`, after `timeout`, or for no reason at all.
-void futex_wake_all(std::atomic<uint32_t>& word);
-void futex_sleep(std::atomic<uint32_t>& word, uint32_t seen, std::chrono::nanoseconds timeout);
 
 class Team {
  public:
