@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import _exchange, _mpi  # noqa: E402
+from benchmarks import _endings, _exchange, _mpi  # noqa: E402
 from benchmarks._measure import Median, ratio  # noqa: E402
 from benchmarks._ranks import DEEPSPEED, MpiRanks, Ranks, RanksFailed  # noqa: E402
 from benchmarks._report import Table, machine, today  # noqa: E402
@@ -427,6 +427,31 @@ def lost(targets: Targets) -> Table:
     return table
 
 
+def ended(quick: bool, targets: Targets) -> Table:
+    """How soon ranks that all wait for another one hear that its process ends, and why."""
+    table = Table(
+        "A rank ends, shm",
+        "From the last thing that its code does to RankLost in the others, all of which wait for "
+        "it in an all_reduce and sleep: milliseconds, of every survivor of every round.",
+        ["the rank", "ranks", "memory", "median", "worst"],
+        left=3,
+    )
+    for fallback, size in ((False, 2), (False, 4), (True, 2)):
+        for end in _endings.ENDS:
+            times = [
+                1e3 * seconds
+                for _ in range(1 if quick else 5)
+                for seconds in _endings.times_of(end, size, fallback=fallback)
+            ]
+            memory = "fallen back to gloo" if fallback else "shared"
+            worst = f"{max(times):.2f}"
+            table.rows.append([end, f"{size}", memory, f"{median(times):.2f}", worst])
+            if not fallback:
+                told = f"{size} ranks, one {end}: until a survivor is told"
+                targets.at_most(told, median(times), 10, " ms")
+    return table
+
+
 def progress(began: float, text: str) -> None:
     """One line on stderr, so that the tables can be redirected alone."""
     print(f"[{time.monotonic() - began:3.0f} s] {text}", file=sys.stderr, flush=True)
@@ -470,6 +495,7 @@ def run(options: argparse.Namespace, began: float) -> tuple[list[Table], list[Re
                 show(coalesced(places, 10 * share, targets))
                 show(footprint(places, options.quick, targets))
                 show(lost(targets))
+                show(ended(options.quick, targets))
     judge(cases, targets)
     if targets.table.rows:
         show(targets.table)

@@ -268,3 +268,23 @@ def _mixed_devices_are_refused() -> None:
 @pytest.mark.parametrize(("size", "backend"), [(1, NCCL), (2, GLOO)])
 def test_mixed_devices_are_refused(size: int, backend: str) -> None:
     run(size, _mixed_devices_are_refused, backend=backend)
+
+
+def _by_device() -> None:
+    """CPU tensors go over shm, and tensors of the GPU over the other backend of the group."""
+    device, rank, n = _device(), dist.get_rank(), dist.get_world_size()
+    for pg in (dist.group.WORLD, dist.new_group()):
+        assert pg._get_backend(torch.device("cpu")).name() == "shm"
+        assert pg._get_backend(device).name() != "shm"
+        for where in ("cpu", device):
+            x = torch.full((3,), rank + 1.0, device=where)
+            want = torch.full((3,), n * (n + 1) / 2, device=where)
+            with single_rank_shortcut(False):
+                assert torch.equal(F.all_reduce(x, "sum", pg) + 0, want)
+            dist.all_reduce(x, group=pg)
+            assert torch.equal(x, want)
+
+
+@pytest.mark.parametrize(("size", "backend"), [(1, "cpu:shm,cuda:nccl"), (2, "cpu:shm,cuda:gloo")])
+def test_shm_beside_a_backend_for_the_gpu(size: int, backend: str) -> None:
+    run(size, _by_device, backend=backend)

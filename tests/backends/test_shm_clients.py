@@ -531,7 +531,7 @@ def test_started_by(starter: str, tmp_path: Path) -> None:
         [
             *launcher,
             str(program),
-            "cpu:shm" if starter == "torchrun" else "shm",
+            "cpu:shm,cuda:gloo" if starter == "torchrun" else "shm",
             str(tmp_path / "f"),
         ],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},

@@ -166,7 +166,7 @@ std::string text_of_misfit(int from, uint64_t sent, DType sent_dtype, int to, ui
 std::string text_of_impatience(std::chrono::milliseconds timeout, const std::string& who) {
   return "the wait must end within " + std::to_string(timeout.count()) + " ms, got " +
          (who.empty() ? "none of the result by then" : "no answer from " + who) +
-         "; the collective goes on";
+         "; what it waits for goes on";
 }
 
 uint64_t add_shape(uint64_t shapes, const int64_t* sizes, size_t dimensions) {
