@@ -640,6 +640,48 @@ def _refused_at_the_call() -> None:
                 work.wait()
 
 
+def _errors_name_the_verb() -> None:
+    """What the user called, whichever op it becomes, in flight or to its end."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    name = dist.group.WORLD.group_name
+    x, short = torch.ones(2), torch.ones(3)
+    lists = [short if r == rank else x.clone() for r in range(n)]
+    spread = torch.ones(1).expand(2)
+    scattered = lists if rank == 0 else None
+    calls: dict[str, Callable[[bool], object]] = {
+        "all_reduce: input must hold": lambda a: ours.all_reduce(spread, async_op=a),
+        "all_reduce_coalesced: each input": lambda a: ours.all_reduce_coalesced(
+            [spread], async_op=a
+        ),
+        "reduce: input must hold": lambda a: ours.reduce(spread, 0, async_op=a),
+        "broadcast: input must hold": lambda a: ours.broadcast(spread, 0, async_op=a),
+        "all_to_all_single: ": lambda a: ours.all_to_all_single(short, x, async_op=a),
+        "all_to_all: the output from the rank itself must have the size of its input to itself, 2, "
+        "got 3": lambda a: ours.all_to_all(lists, [x] * n, async_op=a),
+        "reduce_scatter: the output must": lambda a: ours.reduce_scatter(
+            short, [x] * n, async_op=a
+        ),
+    }
+    if rank == 0:
+        calls["gather: each of gather_list must have the input's size, 2, got 3"] = lambda a: (
+            ours.gather(x, lists, async_op=a)
+        )
+        calls["scatter: each of scatter_list must have the output's size, 2, got 3"] = lambda a: (
+            ours.scatter(x, scattered, async_op=a)
+        )
+    for text, call in calls.items():
+        for async_op in (False, True):
+            with pytest.raises((TypeError, ValueError)) as wrong:
+                call(async_op)
+            said = str(wrong.value)
+            assert said.startswith(text) and said.endswith(f"(rank {rank}/{n}, group '{name}')")
+
+
+@pytest.mark.parametrize("size", (1, 2))
+def test_errors_name_the_verb(size: int) -> None:
+    run(size, _errors_name_the_verb)
+
+
 def test_what_a_block_refuses() -> None:
     for backend in BACKENDS:
         for fn in (_calls_that_share_memory, _refused_at_the_call):

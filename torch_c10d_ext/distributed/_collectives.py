@@ -91,10 +91,12 @@ def _check_same_dtype(op: str, output: Tensor, input: Tensor, group: str) -> Non
         )
 
 
-def _check_numel(op: str, output: Tensor, numel: int, of: str, group: str) -> None:
-    if output.numel() != numel:
+def _check_numel(
+    op: str, tensor: Tensor, numel: int, of: str, group: str, what: str = "the output"
+) -> None:
+    if tensor.numel() != numel:
         raise InvalidArgument(
-            f"{op}: the output must have {of}, {numel}, got {output.numel()} {where(group)}"
+            f"{op}: {what} must have {of}, {numel}, got {tensor.numel()} {where(group)}"
         )
 
 
@@ -585,7 +587,8 @@ def gather(
         _check_tensors("gather", "gather_list", gather_list, name, like=tensor)
         _check_one_per_rank("gather", "gather_list", gather_list, name)
         for target in gather_list:
-            _check_numel("gather", target, tensor.numel(), "the input's size", name)
+            size = tensor.numel()
+            _check_numel("gather", target, size, "the input's size", name, "each of gather_list")
         targets = gather_list
     elif gather_list:
         raise InvalidArgument(
@@ -647,7 +650,8 @@ def scatter(
         _check_tensors("scatter", "scatter_list", scatter_list, name, like=tensor)
         _check_one_per_rank("scatter", "scatter_list", scatter_list, name)
         for part in scatter_list:
-            _check_numel("scatter", part, tensor.numel(), "the output's size", name)
+            size = tensor.numel()
+            _check_numel("scatter", part, size, "the output's size", name, "each of scatter_list")
         whole = _flat(scatter_list)
     elif scatter_list:
         raise InvalidArgument(
@@ -700,6 +704,10 @@ def all_to_all(
     like = input_tensor_list[0]
     _check_tensors("all_to_all", "output_tensor_list", output_tensor_list, name, like=like)
     _check_one_per_rank("all_to_all", "output_tensor_list", output_tensor_list, name)
+    rank = group_rank(name)
+    own, size = output_tensor_list[rank], input_tensor_list[rank].numel()
+    of, what = "the size of its input to itself", "the output from the rank itself"
+    _check_numel("all_to_all", own, size, of, name, what)
     started = _ops.all_to_all_single(
         _flat(input_tensor_list),
         [t.numel() for t in output_tensor_list],
