@@ -1052,7 +1052,7 @@ def _compiled(backend: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("compiler", "backend", "size"), [("aot_eager", "gloo", 3), ("inductor", "shm", 2)]
+    ("compiler", "backend", "size"), [("aot_eager", "shm", 3), ("inductor", "gloo", 2)]
 )
 def test_within_compiled_code(compiler: str, backend: str, size: int) -> None:
     verify(size, _compiled, compiler, backend=backend, deadline=200)
@@ -1063,12 +1063,12 @@ def test_derivatives(backend: str, size: int) -> None:
     verify(size, check_derivatives, backend=backend, deadline=200)
 
 
-@places(gloo=(2,), shm=(3,))
+@places(gloo=(), shm=(2, 3))
 def test_finite_differences(backend: str, size: int) -> None:
     verify(size, check_finite_differences, backend=backend, deadline=200)
 
 
-@places(gloo=(2,), shm=(3,))
+@places(gloo=(2,), shm=())
 def test_compiled_autograd(backend: str, size: int) -> None:
     verify(size, check_compiled_autograd, backend=backend, deadline=200)
 

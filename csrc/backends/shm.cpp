@@ -489,9 +489,15 @@ class ShmBackend::Flight final : public shm::Operation {
           static_cast<int>(Kind::Timeout) == static_cast<int>(shm::Failure::Kind::Timeout) &&
           static_cast<int>(Kind::Mismatch) == static_cast<int>(shm::Failure::Kind::Mismatch) &&
           static_cast<int>(Kind::Closed) == static_cast<int>(shm::Failure::Kind::Closed));
-      error_ = std::make_exception_ptr(CollectiveError(static_cast<Kind>(failure->kind),
-                                                       failure->text, failure->ranks, failure->op,
-                                                       failure->seq, place_->name()));
+      // The engine knows verbs, of which all_gather, say, is all_gather_into_tensor's as well.
+      std::string op = failure->op, text = failure->text;
+      if (op == name_of(request.verb) && text.starts_with(op + ":")) {
+        text.replace(0, op.size(), op_);
+        op = op_;
+      }
+      error_ = std::make_exception_ptr(CollectiveError(static_cast<Kind>(failure->kind), text,
+                                                       failure->ranks, op, failure->seq,
+                                                       place_->name()));
     } else if (C10_UNLIKELY(!landings_.empty() || finish_)) {
       try {
         at::AutoDispatchBelowADInplaceOrView below_autograd;

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import torch_c10d_ext.distributed as ours
+from tests.backends.verbs import all_gather_single, reduce_scatter_single
 from tests.harness import run
 from tests.harness.crew import crew, mark
 from tests.harness.worker import FALLBACK
@@ -299,6 +300,37 @@ def _wait_a_moment() -> None:
 @everywhere
 def test_a_wait_with_a_timeout_of_its_own_names_who_is_missing(backend: str) -> None:
     run(3, _wait_a_moment, backend=backend)
+
+
+def _name_what_was_called() -> None:
+    rank = dist.get_rank()
+    count = 3 + rank
+    x, twice = torch.ones(count), torch.empty(2 * count)
+    calls: dict[str, Callable[[], object]] = {
+        "all_gather_into_tensor": lambda: all_gather_single(twice, x),
+        "reduce_scatter_tensor": lambda: reduce_scatter_single(x, twice),
+        "all_to_all_single": lambda: dist.all_to_all_single(twice, twice.clone()),
+        "all_reduce": lambda: dist.all_reduce(x),
+    }
+    for name, call in calls.items():
+        failure = report(call)
+        assert (failure.kind, failure.op) == ("CollectiveMismatch", name), failure
+        assert failure.text.startswith(f"{name}: "), failure
+    group = dist.new_group(backend="shm")
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        failure = report(lambda: group.monitored_barrier(dt.timedelta(milliseconds=200)))
+        assert (failure.kind, failure.op) == ("CollectiveTimeout", "monitored_barrier"), failure
+        assert failure.text.startswith("monitored_barrier: ") and failure.ranks == [1], failure
+        store.set("tests/named", "")
+    else:
+        store.wait(["tests/named"], dt.timedelta(seconds=30))
+    dist.destroy_process_group(group)
+
+
+@everywhere
+def test_errors_name_what_was_called(backend: str) -> None:
+    run(2, _name_what_was_called, backend=backend)
 
 
 def _time_out(scratch: Path, seconds: float) -> tuple[Report, float]:

@@ -33,7 +33,7 @@ GROUPS = ((0, 1, 2, 3), (0, 1), (1, 2, 3), (0, 3), (2,), (0, 1, 2, 3))
 
 SECONDS = float(os.environ.get("C10D_EXT_FUZZ_SECONDS", "0"))
 FUZZ = settings(
-    max_examples=10**6 if SECONDS else 120,
+    max_examples=10**6 if SECONDS else 90,
     derandomize=not SECONDS,
     database=None,
     deadline=None,
@@ -262,7 +262,7 @@ everywhere = pytest.mark.parametrize("backend", ["shm", FALLBACK])
 @everywhere
 @pytest.mark.timeout(max(300, 2 * SECONDS))
 def test_random_programs(backend: str) -> None:
-    left = bounded(SECONDS or (8 if backend == "shm" else 5))
+    left = bounded(SECONDS or (6 if backend == "shm" else 4))
     ran: list[list[Step]] = []
 
     @FUZZ
@@ -298,7 +298,7 @@ def departures(draw: Any) -> tuple[list[Step], Departure]:
 @everywhere
 @pytest.mark.timeout(max(300, 2 * SECONDS))
 def test_random_programs_with_a_rank_that_departs(backend: str) -> None:
-    left = bounded(SECONDS or (8 if backend == "shm" else 5))
+    left = bounded(SECONDS or (6 if backend == "shm" else 4))
     ran: list[tuple[list[Step], Departure]] = []
 
     @FUZZ
