@@ -33,6 +33,7 @@ def _splits() -> None:
     assert half.rank() == rank % 2
     assert half.group_desc == "half"
     assert dist.get_backend_config(half) == dist.get_backend_config()
+    assert dist.get_backend(half) == dist.get_backend()
     assert _total(half) == (11.0 if rank < 2 else 1100.0)
     # Ranks count in the group that is split; again, and with some left out.
     for _ in range(2):

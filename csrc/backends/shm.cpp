@@ -364,6 +364,9 @@ class ShmBackend::Flight final : public shm::Operation {
   float milliseconds() const {
     return milliseconds_;
   }
+  bool disagrees() const {
+    return disagrees_;
+  }
   void report() const {
     if (C10_UNLIKELY(error_ != nullptr)) {
       std::rethrow_exception(error_);
@@ -490,6 +493,7 @@ class ShmBackend::Flight final : public shm::Operation {
           static_cast<int>(Kind::Mismatch) == static_cast<int>(shm::Failure::Kind::Mismatch) &&
           static_cast<int>(Kind::Closed) == static_cast<int>(shm::Failure::Kind::Closed));
       // The engine knows verbs, of which all_gather, say, is all_gather_into_tensor's as well.
+      disagrees_ = failure->kind == shm::Failure::Kind::Mismatch;
       std::string op = failure->op, text = failure->text;
       if (op == name_of(request.verb) && text.starts_with(op + ":")) {
         text.replace(0, op.size(), op_);
@@ -577,6 +581,7 @@ class ShmBackend::Flight final : public shm::Operation {
 
   // Written before state_ becomes kSettled.
   std::exception_ptr error_;
+  bool disagrees_ = false;
   int source_ = -1;
   uint64_t number_ = 0;
   float milliseconds_ = 0;
@@ -957,7 +962,8 @@ ShmBackend::WorkPtr ShmBackend::launch(const Call& call, FlightPtr flight) {
   live_->engine().submit(flight);
   switch (call.delivery) {
     case Delivery::Op:
-      if (flight->settled()) {
+      // That the ranks disagree is for the wait, however soon it is found out: they go on.
+      if (flight->settled() && !flight->disagrees()) {
         flight->report();
         settled_here = {call.type, static_cast<int64_t>(flight->number()), flight->milliseconds()};
         recycle(std::move(flight));

@@ -302,6 +302,26 @@ def test_a_wait_with_a_timeout_of_its_own_names_who_is_missing(backend: str) -> 
     run(3, _wait_a_moment, backend=backend)
 
 
+def _disagree_in_flight() -> None:
+    x = torch.ones(4 + dist.get_rank())
+    for start in (dist.all_reduce, ours.all_reduce):
+        for _ in range(20):
+            work = start(x, async_op=True)  # who comes second knows at once
+            assert report(work.wait).kind == "CollectiveMismatch"
+            assert torch.equal(x, torch.ones(len(x)))
+    y = functional.all_reduce(x, "sum", None)
+    assert report(lambda: y + 0).kind == "CollectiveMismatch"
+    for call in (lambda: ours.all_reduce(x), lambda: functional.all_reduce_inplace(x) + 0):
+        assert report(call).kind == "CollectiveMismatch"
+    check_works()
+    assert _C.pending_count() == 0
+
+
+@everywhere
+def test_ranks_hear_at_the_wait_that_they_disagree(backend: str) -> None:
+    run(2, _disagree_in_flight, backend=backend)
+
+
 def _name_what_was_called() -> None:
     rank = dist.get_rank()
     count = 3 + rank

@@ -83,7 +83,9 @@ def split_group(
                 f"'{backend}' {where(name)}"
             )
     mine = next((ranks for ranks in split_ranks if parent.rank() in ranks), [])
-    return split_off(parent, sorted(mine), str(backend or config), timeout, pg_options, group_desc)
+    named = backend or dist.get_backend(parent)  # as the user named it, where they did
+    of_part = config if named == "undefined" else str(named)
+    return split_off(parent, sorted(mine), of_part, timeout, pg_options, group_desc)
 
 
 def shrink_group(
