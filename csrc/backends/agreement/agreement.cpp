@@ -392,7 +392,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   };
 
   // Rank 0's: something is the matter with collective `seq`, or message `seq` of rank `of`, or rank
-  // `of` asks about collective `seq`.
+  // `of` asks about one of them.
   struct Question {
     uint64_t seq;
     Says kind;
@@ -1220,7 +1220,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   Flights messages_;  // that wait for their other ends
   // Nothing that waits is late before.
   Clock::time_point soonest_ = kNever;
-  // About collectives, and the answer once it is there.
+  // About collectives and messages, and the answer once it is there.
   std::map<std::pair<Says, uint64_t>, std::optional<Difference>> asked_;
   std::vector<Begin> begins_, grants_;
   std::vector<Failed> fails_;
