@@ -12,3 +12,9 @@ def test_agreement() -> None:
     output = build.run(build.build("agreement_test", build.SOURCES))
     print(output)
     assert output.endswith("tests passed\n")
+
+
+def test_lifelines() -> None:
+    output = build.run(build.build("lifelines_test", ["lifelines", "liveness"]))
+    print(output)
+    assert output.endswith("tests passed\n")

@@ -20,33 +20,15 @@
 #include <stdexcept>
 #include <thread>
 
+#include "program.h"
+
 using namespace c10d_ext;
 using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
 using Kind = shm::Failure::Kind;
 using shm::Verb;
 
-#define CHECK(condition)                                                                 \
-  do {                                                                                   \
-    if (!(condition)) {                                                                  \
-      std::fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #condition); \
-      std::_Exit(1);                                                                     \
-    }                                                                                    \
-  } while (false)
-
-#define CHECK_HAS(text, part)                                                              \
-  do {                                                                                     \
-    const std::string whole = text, piece = part;                                          \
-    if (whole.find(piece) == std::string::npos) {                                          \
-      std::fprintf(stderr, "%s:%d: '%s' has no '%s'\n", __FILE__, __LINE__, whole.c_str(), \
-                   piece.c_str());                                                         \
-      std::_Exit(1);                                                                       \
-    }                                                                                      \
-  } while (false)
-
 namespace {
-
-constexpr auto kLong = 30s;  // for what should take milliseconds, on a busy machine
 
 class Store {
  public:
@@ -740,6 +722,9 @@ void strangers_do_no_harm() {
       say(std::string(1 << 16, '\xff')),
       // A hello with a token of the right length.
       say(number(uint32_t{40}) + number(uint32_t{1}) + number(int64_t{32}) + std::string(32, '0')),
+      // And a lifeline with one.
+      say(number(uint32_t{48}) + number(uint32_t{3}) + number(int64_t{32}) + std::string(32, '0') +
+          number(int64_t{1})),
       // One that is followed by more than anybody has to say.
       say(number(uint32_t{8}) + number(uint32_t{1}) + std::string(1 << 18, '0')),
       // One that ends too soon, and one whose text is longer than it.
@@ -784,13 +769,7 @@ void joining_ends_at_the_deadline() {
   }
 }
 
-struct Test {
-  const char* name;
-  void (*run)();
-};
-#define TEST(name) {#name, name}
-
-constexpr Test kTests[] = {
+const std::vector<Test> kTests = {
     TEST(begins_what_all_have_called),
     TEST(both_ends_of_a_message_begin),
     TEST(messages_meet_in_the_order_of_their_calls),
@@ -816,17 +795,5 @@ constexpr Test kTests[] = {
 }  // namespace
 
 int main(int count, char** names) {
-  int ran = 0;
-  for (const auto& test : kTests) {
-    const auto asked_for = [&](const char* name) { return std::strcmp(name, test.name) == 0; };
-    if (count > 1 && std::none_of(names + 1, names + count, asked_for)) {
-      continue;
-    }
-    std::printf("%s\n", test.name);
-    std::fflush(stdout);
-    test.run();
-    ++ran;
-  }
-  std::printf("%d tests passed\n", ran);
-  return ran > 0 ? 0 : 1;
+  return run_tests(kTests, count, names);
 }

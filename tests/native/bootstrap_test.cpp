@@ -27,17 +27,11 @@
 #include <stdexcept>
 #include <thread>
 
+#include "program.h"
+
 using namespace c10d_ext::shm;
 using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
-
-#define CHECK(condition)                                                                 \
-  do {                                                                                   \
-    if (!(condition)) {                                                                  \
-      std::fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #condition); \
-      std::_Exit(1);                                                                     \
-    }                                                                                    \
-  } while (false)
 
 #define CHECK_EQUAL(a, b)                                                                         \
   do {                                                                                            \
@@ -51,7 +45,6 @@ using Clock = std::chrono::steady_clock;
 
 namespace {
 
-constexpr auto kLong = 30s;  // for what should take milliseconds, on a busy machine
 constexpr size_t kBytes = 1 << 20;
 
 std::string as_text(const std::string& text) {
@@ -113,48 +106,7 @@ KeyValueStore store_in(Log* log) {
   };
 }
 
-template <class F>
-bool eventually(F&& condition, std::chrono::milliseconds deadline = kLong) {
-  const auto end = Clock::now() + deadline;
-  while (!condition()) {
-    if (Clock::now() > end) {
-      return false;
-    }
-    std::this_thread::sleep_for(100us);
-  }
-  return true;
-}
-
 // --- ranks as processes ------------------------------------------------------------------------
-
-pid_t start(const std::function<void()>& body) {
-  std::fflush(nullptr);
-  const pid_t pid = fork();
-  CHECK(pid >= 0);
-  if (pid == 0) {
-    alarm(120);  // nobody outlives a test that failed
-    try {
-      body();
-    } catch (const std::exception& error) {
-      std::fprintf(stderr, "uncaught: %s\n", error.what());
-      std::_Exit(1);
-    }
-    std::exit(0);  // destructors, and the leak check, run
-  }
-  return pid;
-}
-
-// The exit status as of waitpid(); kills the process that is not done in time.
-int finish(pid_t pid) {
-  int status = 0;
-  const bool ended = eventually([&] { return waitpid(pid, &status, WNOHANG) == pid; }, 60s);
-  if (!ended) {
-    kill(pid, SIGKILL);
-    waitpid(pid, &status, 0);
-  }
-  CHECK(ended);
-  return status;
-}
 
 using Rank = std::function<void(int rank)>;
 
@@ -226,7 +178,7 @@ int watchers() {
 
 // --- joining -----------------------------------------------------------------------------------
 
-void test_ranks_share_memory() {
+void ranks_share_memory() {
   for (const int size : {1, 2, 3, 8, 64}) {
     const Group group;
     run_ranks(size, [&](int rank) {
@@ -246,7 +198,7 @@ void test_ranks_share_memory() {
   }
 }
 
-void test_peers_are_the_processes() {
+void peers_are_the_processes() {
   const Group group;
   auto* pids = shared<std::array<std::atomic<int>, 3>>();
   run_ranks(3, [&](int rank) {
@@ -261,7 +213,7 @@ void test_peers_are_the_processes() {
   });
 }
 
-void test_threads_of_one_process_join() {
+void threads_of_one_process_join() {
   const Group group;
   run_ranks(1, [&](int) {
     std::vector<std::thread> ranks;
@@ -284,7 +236,7 @@ void test_threads_of_one_process_join() {
 }
 
 // What a rank leaves in the store must not confuse the next group of the same name.
-void test_the_same_store_serves_one_group_after_the_other() {
+void the_same_store_serves_one_group_after_the_other() {
   const Group group;
   setenv("TORCH_C10D_EXT_SHM_DISABLE", "0", 1);
   for (int round = 1; round <= 5; ++round) {
@@ -306,7 +258,7 @@ bool leave_network() {
   return unshare(CLONE_NEWNET) == 0 || unshare(CLONE_NEWUSER | CLONE_NEWNET) == 0;
 }
 
-void test_a_rank_out_of_reach() {
+void a_rank_out_of_reach() {
   if (finish(start([] { std::_Exit(leave_network() ? 0 : 1); })) != 0) {
     std::puts("  skipped: no network namespaces for this user");
     return;
@@ -327,7 +279,7 @@ void test_a_rank_out_of_reach() {
   }
 }
 
-void test_a_rank_that_cannot() {
+void a_rank_that_cannot() {
   for (const int culprit : {0, 1, 2}) {
     const Group group;
     run_ranks(3, [&](int rank) {
@@ -347,7 +299,7 @@ void test_a_rank_that_cannot() {
   });
 }
 
-void test_ranks_that_want_different_memory() {
+void ranks_that_want_different_memory() {
   const Group group;
   run_ranks(2, [&](int rank) {
     const auto joined = group.join(rank, 2, kLong, rank == 0 ? 4096 : 8192);
@@ -357,7 +309,7 @@ void test_ranks_that_want_different_memory() {
 }
 
 // A rank runs out of descriptors at every point of the join in turn.
-void test_too_few_descriptors() {
+void too_few_descriptors() {
   for (const int culprit : {1, 0}) {
     bool worked = false;
     for (size_t spare = 0; !worked; ++spare) {
@@ -394,7 +346,7 @@ void test_too_few_descriptors() {
 
 // --- who is not there, and who should not be -----------------------------------------------------
 
-void test_a_rank_that_never_comes() {
+void a_rank_that_never_comes() {
   for (const int absent : {0, 2}) {
     const Group group;
     const auto begin = Clock::now();
@@ -409,7 +361,7 @@ void test_a_rank_that_never_comes() {
   }
 }
 
-void test_the_earliest_deadline_counts() {
+void the_earliest_deadline_counts() {
   const Group group;
   run_ranks(4, [&](int rank) {
     if (rank >= 2) {
@@ -422,7 +374,7 @@ void test_the_earliest_deadline_counts() {
   });
 }
 
-void test_a_rank_that_dies_while_joining() {
+void a_rank_that_dies_while_joining() {
   const Group group;
   const auto pids = start_ranks(2, [&](int rank) {
     auto store = store_in(group.log);
@@ -443,7 +395,7 @@ void test_a_rank_that_dies_while_joining() {
   CHECK_EQUAL(finish(pids[0]), 0);
 }
 
-void test_an_interrupt_ends_the_join() {
+void an_interrupt_ends_the_join() {
   for (const int interrupted : {0, 1}) {
     const Group group;
     run_ranks(2, [&](int rank) {
@@ -505,7 +457,7 @@ struct Stranger {
   }
 };
 
-void test_strangers_do_not_disturb() {
+void strangers_do_not_disturb() {
   const Group group;
   const pid_t rank0 = start([&] { group.enter(0, 2); });
   const Stranger stranger(group.log);
@@ -537,7 +489,7 @@ void test_strangers_do_not_disturb() {
 }
 
 // What makes the refusals above mean something: with the right token the same words count.
-void test_the_token_makes_a_rank() {
+void the_token_makes_a_rank() {
   const Group group;
   const pid_t rank0 = start([&] { CHECK_EQUAL(group.join(0, 2).why_not, "rank 1: a stranger"); });
   const Stranger stranger(group.log);
@@ -548,7 +500,7 @@ void test_the_token_makes_a_rank() {
   close(fd);
 }
 
-void test_another_user_is_refused() {
+void another_user_is_refused() {
   if (geteuid() != 0) {
     std::puts("  skipped: only root can become another user");
     return;
@@ -580,7 +532,7 @@ void test_another_user_is_refused() {
 
 // --- memory --------------------------------------------------------------------------------------
 
-void test_memory_cannot_change_its_size() {
+void memory_cannot_change_its_size() {
   const auto mapping = Mapping::create(8192);
   CHECK(ftruncate(mapping->fd(), 4096) < 0 && errno == EPERM);
   CHECK(ftruncate(mapping->fd(), 16384) < 0 && errno == EPERM);
@@ -590,7 +542,7 @@ void test_memory_cannot_change_its_size() {
   CHECK(mapping->data()[5000] == std::byte{7});
 }
 
-void test_memory_of_the_wrong_kind_is_not_adopted() {
+void memory_of_the_wrong_kind_is_not_adopted() {
   const auto before = entries_of("/proc/self/fd");
   {
     const auto mapping = Mapping::create(8192);
@@ -610,7 +562,7 @@ void test_memory_of_the_wrong_kind_is_not_adopted() {
   CHECK_EQUAL(entries_of("/proc/self/fd"), before);
 }
 
-void test_no_memory_without_an_error() {
+void no_memory_without_an_error() {
   // Reserving first and asking then would have the kernel kill processes.
   for (const int bits : {47, 63}) {
     const auto error = error_of([&] { Mapping::create(size_t{1} << bits); });
@@ -684,7 +636,7 @@ std::vector<int64_t> lose(
   return latencies;
 }
 
-void test_a_killed_rank_is_noticed() {
+void a_killed_rank_is_noticed() {
   std::vector<int64_t> all;
   for (const int size : {2, 3, 8}) {
     for (int round = 0; round < 10; ++round) {
@@ -698,7 +650,7 @@ void test_a_killed_rank_is_noticed() {
 }
 
 // However much memory the kernel has to free before it closes the victim's descriptors.
-void test_a_death_shows_before_the_memory_is_freed() {
+void a_death_shows_before_the_memory_is_freed() {
   constexpr size_t kMuch = size_t{256} << 20;
   const Group group;
   auto* watching = shared<std::atomic<bool>>();
@@ -729,7 +681,7 @@ void test_a_death_shows_before_the_memory_is_freed() {
 
 // One of those who sleep, as the kernel wakes no more. Where it wakes nobody for a death, they look
 // now and then, as the engine does.
-void test_a_death_wakes_a_sleeper() {
+void a_death_wakes_a_sleeper() {
   constexpr auto kTooLong = 10s;
   const bool wakes =
       syscall(449, nullptr, 0, 0, nullptr, CLOCK_MONOTONIC) < 0 && errno == EINVAL;  // futex_waitv
@@ -771,7 +723,7 @@ void test_a_death_wakes_a_sleeper() {
   CHECK_EQUAL(woken->load(), 2);
 }
 
-void test_an_exit_is_noticed() {
+void an_exit_is_noticed() {
   auto* go = shared<std::atomic<bool>>();
   const auto wait = [=] { CHECK(eventually([&] { return go->load(); })); };
   for (const int victim : {0, 1}) {
@@ -782,7 +734,7 @@ void test_an_exit_is_noticed() {
   }
 }
 
-void test_a_stopped_rank_is_not_lost() {
+void a_stopped_rank_is_not_lost() {
   const Group group;
   auto* losses = shared<Losses>();
   auto* over = shared<std::atomic<bool>>();
@@ -807,7 +759,7 @@ void test_a_stopped_rank_is_not_lost() {
   CHECK_EQUAL(finish(pids[1]), 0);
 }
 
-void test_states_of_processes() {
+void states_of_processes() {
   const pid_t child = start([] { pause(); });
   std::ifstream file("/proc/" + std::to_string(child) + "/stat");
   std::string field;
@@ -826,7 +778,7 @@ void test_states_of_processes() {
   CHECK_EQUAL(process_state(peer), "dead");
 }
 
-void test_nothing_is_left() {
+void nothing_is_left() {
   const Group group;
   run_ranks(2, [&](int rank) {
     group.enter(rank, 2)->watch([](int) {});
@@ -852,7 +804,7 @@ void test_nothing_is_left() {
   });
 }
 
-void test_nothing_has_a_name() {
+void nothing_has_a_name() {
   const Group group;
   run_ranks(2, [&](int rank) {
     const auto member = group.enter(rank, 2);
@@ -867,7 +819,7 @@ void test_nothing_has_a_name() {
   });
 }
 
-void test_descriptors_are_not_inherited() {
+void descriptors_are_not_inherited() {
   const Group group;
   run_ranks(2, [&](int rank) {
     const auto inherited = [] {
@@ -886,7 +838,7 @@ void test_descriptors_are_not_inherited() {
   });
 }
 
-void test_signals_are_for_other_threads() {
+void signals_are_for_other_threads() {
   const Group group;
   run_ranks(2, [&](int rank) {
     const auto member = group.enter(rank, 2);
@@ -903,7 +855,7 @@ void test_signals_are_for_other_threads() {
   });
 }
 
-void test_stop_waits_for_the_call_in_progress() {
+void stop_waits_for_the_call_in_progress() {
   const Group group;
   const auto pids = start_ranks(2, [&](int rank) {
     const auto member = group.enter(rank, 2);
@@ -928,7 +880,7 @@ void test_stop_waits_for_the_call_in_progress() {
   CHECK_EQUAL(finish(pids[1]), 0);
 }
 
-void test_stopping_within_the_call() {
+void stopping_within_the_call() {
   const Group group;
   run_ranks(2, [&](int rank) {
     auto member = group.enter(rank, 2);
@@ -949,7 +901,7 @@ void test_stopping_within_the_call() {
 }
 
 // The interpreter does not destroy what a program leaves behind.
-void test_exiting_while_watching_keeps_the_exit_code() {
+void exiting_while_watching_keeps_the_exit_code() {
   for (int round = 0; round < 20; ++round) {
     const Group group;
     const auto pids = start_ranks(3, [&](int rank) {
@@ -970,7 +922,7 @@ void test_exiting_while_watching_keeps_the_exit_code() {
 
 #if !defined(__SANITIZE_THREAD__)
 // A child of the victim lives on; what it inherited must not keep the victim alive.
-void test_a_fork_does_not_hide_a_death() {
+void a_fork_does_not_hide_a_death() {
   auto* child = shared<std::atomic<int>>();
   lose(
       3, 1, [](pid_t pid) { kill(pid, SIGKILL); },
@@ -987,7 +939,7 @@ void test_a_fork_does_not_hide_a_death() {
   CHECK(*child > 0 && kill(*child, SIGKILL) == 0);
 }
 
-void test_a_forked_child_can_only_drop_the_group() {
+void a_forked_child_can_only_drop_the_group() {
   const Group group, anew;
   run_ranks(2, [&](int rank) {
     auto member = group.enter(rank, 2);
@@ -1034,7 +986,7 @@ int connections() {
 }
 
 // Threads join and leave all the time while others fork: no child may hang or keep a descriptor.
-void test_forks_at_any_time() {
+void forks_at_any_time() {
   const Group group;
   run_ranks(1, [&](int) {
     const int before = connections();
@@ -1063,7 +1015,7 @@ void test_forks_at_any_time() {
   });
 }
 
-void test_a_spawned_program_does_not_hide_a_death() {
+void a_spawned_program_does_not_hide_a_death() {
   auto* child = shared<std::atomic<int>>();
   lose(
       2, 1, [](pid_t pid) { kill(pid, SIGKILL); },
@@ -1080,14 +1032,7 @@ void test_a_spawned_program_does_not_hide_a_death() {
 }
 #endif
 
-struct Test {
-  const char* name;
-  void (*run)();
-};
-
-#define TEST(name) {#name, test_##name}
-
-const Test kTests[] = {
+const std::vector<Test> kTests = {
     TEST(ranks_share_memory),
     TEST(peers_are_the_processes),
     TEST(threads_of_one_process_join),
@@ -1130,17 +1075,5 @@ const Test kTests[] = {
 }  // namespace
 
 int main(int count, char** names) {
-  int ran = 0;
-  for (const auto& test : kTests) {
-    const auto asked_for = [&](const char* name) { return std::strcmp(name, test.name) == 0; };
-    if (count > 1 && std::none_of(names + 1, names + count, asked_for)) {
-      continue;
-    }
-    std::printf("%s\n", test.name);
-    std::fflush(stdout);
-    test.run();
-    ++ran;
-  }
-  std::printf("%d tests passed\n", ran);
-  return ran > 0 ? 0 : 1;
+  return run_tests(kTests, count, names);
 }

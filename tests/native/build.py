@@ -37,7 +37,7 @@ SANITIZERS = {
 _OPTIONS = {
     "ASAN_OPTIONS": "exitcode=99:detect_stack_use_after_return=1",
     "UBSAN_OPTIONS": "print_stacktrace=1",
-    "TSAN_OPTIONS": "exitcode=99:second_deadlock_stack=1",
+    "TSAN_OPTIONS": f"exitcode=99:second_deadlock_stack=1:suppressions={PROGRAMS / 'tsan.supp'}",
 }
 
 _COMPILE_DEADLINE = 300.0

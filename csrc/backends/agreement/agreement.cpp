@@ -20,7 +20,6 @@
 
 #include <fcntl.h>
 #include <poll.h>
-#include <signal.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -36,8 +35,10 @@
 #include <thread>
 #include <utility>
 
+#include "backends/agreement/lifelines.h"
 #include "backends/agreement/lines.h"
 #include "backends/agreement/matching.h"
+#include "backends/quiet_thread.h"
 
 namespace c10d_ext {
 
@@ -218,25 +219,15 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
         lines_(std::move(star.lines)),
         members_(std::move(star.members)),
         calls_(members_.size()),
-        left_(members_.size()) {
+        left_(members_.size()),
+        lifelines_(std::in_place, std::move(star.lifelines)) {
     for (const auto* end : {&wake_.read_end, &wake_.write_end}) {
       fcntl(end->get(), F_SETFL, fcntl(end->get(), F_GETFL) | O_NONBLOCK);
     }
   }
 
   void start() {
-    // Signals are for the threads of the program that uses us.
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    try {
-      thread_ = std::thread([self = shared_from_this()] { self->run(); });
-    } catch (...) {
-      pthread_sigmask(SIG_SETMASK, &before, nullptr);
-      throw;
-    }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    pthread_setname_np(thread_.native_handle(), "c10d_ext_agree");
+    thread_ = quiet_thread("c10d_ext_agree", [self = shared_from_this()] { self->run(); });
   }
 
   // --- From any thread --------------------------------------------------------------------------
@@ -274,11 +265,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   }
 
   void broke(uint64_t seq, const std::string& why) {
-    {
-      std::lock_guard lock(mutex_);
-      news_.push_back({seq, kBroken, Words().put(static_cast<int64_t>(seq)).put(why)});
-    }
-    wake();
+    bring({seq, kBroken, Words().put(static_cast<int64_t>(seq)).put(why)});
   }
 
   std::optional<shm::Failure> failure(const std::string& op, uint64_t seq,
@@ -326,11 +313,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   }
 
   void abort() {
-    {
-      std::lock_guard lock(mutex_);
-      news_.push_back({0, kAborting, {}});
-    }
-    wake();
+    bring({0, kAborting, {}});
     std::unique_lock lock(mutex_);
     changed_.wait_until(lock, after(kVerdict), [this] { return end_.has_value(); });
   }
@@ -427,6 +410,14 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     return seq;
   }
 
+  void bring(News news) {
+    {
+      std::lock_guard lock(mutex_);
+      news_.push_back(std::move(news));
+    }
+    wake();
+  }
+
   void wake() const {
     const char word = 0;
     [[maybe_unused]] const auto written = ::write(wake_.write_end.get(), &word, 1);
@@ -496,7 +487,8 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   void run() {
     agreeing_here = true;
     while (!is_over()) {
-      std::vector<pollfd> fds{{wake_.read_end.get(), POLLIN, 0}};
+      std::vector<pollfd> fds{{wake_.read_end.get(), POLLIN, 0}, {lifelines_->fd(), POLLIN, 0}};
+      const size_t others = fds.size();
       std::vector<size_t> of;
       for (size_t i = 0; i < lines_.size(); ++i) {
         if (lines_[i].is_open()) {
@@ -514,10 +506,13 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
         }
       }
       for (size_t i = 0; i < of.size(); ++i) {
-        if (fds[i + 1].revents != 0) {
+        if (fds[others + i].revents != 0) {
           lines_[of[i]].flush();
           hear(of[i]);
         }
+      }
+      while (const auto line = lifelines_->next_cut()) {
+        cut(*line);
       }
       tell_news();
       look_at_the_clock();
@@ -567,6 +562,16 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
       return;
     }
     if (!stays) {
+      lose(line);
+    }
+  }
+
+  // Before the kernel says so: what the rank has said still counts.
+  void cut(size_t line) {
+    if (lines_[line].is_open()) {
+      hear(line);
+    }
+    if (lines_[line].is_open()) {
       lose(line);
     }
   }
@@ -746,6 +751,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
         line.say(kLeaving, {});
       }
     }
+    lifelines_.reset();
     std::vector<Failed> fails;
     {
       std::lock_guard lock(mutex_);
@@ -1236,6 +1242,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   std::vector<std::string> left_;  // how each rank has, empty: it has not
   Matching matching_;
   std::vector<Question> questions_;
+  std::optional<Lifelines> lifelines_;
 };
 
 std::unique_ptr<Agreement> Agreement::join(const shm::KeyValueStore& store, const shm::Place& place,

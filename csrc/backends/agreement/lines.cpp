@@ -1,6 +1,6 @@
 // Rank 0 listens at a port that it puts into the store, with its addresses and a random token; the
-// others try the addresses one after the other and say the token. Rank 0 answers once all are there
-// and listens no longer.
+// others try the addresses one after the other, connect twice, and say the token. Rank 0 answers
+// once all are there and listens no longer.
 
 #include "backends/agreement/lines.h"
 
@@ -36,6 +36,7 @@ using std::chrono::milliseconds;
 constexpr char kKey[] = "lines";
 constexpr uint32_t kHello = 1;
 constexpr uint32_t kWelcome = 2;
+constexpr uint32_t kLifeline = 3;
 // Of what strangers may say before they are known.
 constexpr size_t kShort = 1024;
 constexpr size_t kMostStrangers = 1024;
@@ -284,9 +285,13 @@ Star gather_lines(const shm::KeyValueStore& store, const shm::Place& place, cons
   const auto size = static_cast<size_t>(place.size);
   Star star;
   star.lines.resize(size);
+  star.lifelines.resize(size);
   star.members.resize(size);
   star.members[0] = self;
-  size_t missing = size - 1;
+  const auto is_missing = [&](size_t rank) {
+    return rank > 0 && !(star.lines[rank].is_open() && star.lifelines[rank]);
+  };
+  std::vector<size_t> missing;
   auto listening = listen_anywhere();
   const std::string token = random_token();
   std::ostringstream at;
@@ -297,16 +302,23 @@ Star gather_lines(const shm::KeyValueStore& store, const shm::Place& place, cons
   store.set(kKey, at.str());
 
   std::vector<Line> strangers;
-  while (missing > 0) {
+  for (;;) {
+    missing.clear();
+    for (size_t rank = 0; rank < size; ++rank) {
+      if (is_missing(rank)) {
+        missing.push_back(rank);
+      }
+    }
+    if (missing.empty()) {
+      break;
+    }
     if (deadline.passed()) {
       std::ostringstream text;
       text << "every rank must connect to rank 0 within " << deadline.text() << ", got nothing of ";
-      const char* separator = missing == 1 ? "rank " : "ranks ";
-      for (size_t rank = 1; rank < size; ++rank) {
-        if (!star.lines[rank].is_open()) {
-          text << separator << rank;
-          separator = ", ";
-        }
+      const char* separator = missing.size() == 1 ? "rank " : "ranks ";
+      for (const size_t rank : missing) {
+        text << separator << rank;
+        separator = ", ";
       }
       throw std::runtime_error(text.str());
     }
@@ -327,14 +339,20 @@ Star gather_lines(const shm::KeyValueStore& store, const shm::Place& place, cons
       Line line = std::move(strangers[i]);
       strangers[i] = Line();
       try {
-        if (!hello || hello->kind != kHello || !same(hello->words.text(), token)) {
+        const bool known = hello && (hello->kind == kHello || hello->kind == kLifeline);
+        if (!known || !same(hello->words.text(), token)) {
           continue;  // not one of this group
         }
         const auto rank = static_cast<size_t>(hello->words.number());
-        if (rank > 0 && rank < size && !star.lines[rank].is_open()) {
+        if (rank == 0 || rank >= size) {
+          continue;
+        }
+        // A rank that tries once more means the later one.
+        if (hello->kind == kLifeline) {
+          star.lifelines[rank] = line.take_socket();
+        } else {
           star.members[rank] = take_member(hello->words);
           star.lines[rank] = std::move(line);
-          --missing;
         }
       } catch (const std::runtime_error&) {
         // It says something else.
@@ -400,24 +418,30 @@ Star join_lines(const shm::KeyValueStore& store, const shm::Place& place, const 
   std::string token;
   int port = 0;
   where >> token >> port;
-  Words hello;
+  Words hello, lifeline_of;
   hello.put(token).put(place.rank);
   put(hello, self);
+  lifeline_of.put(token).put(place.rank);
 
   std::ostringstream tried;
   std::string text;
   while (where >> text) {
     const auto address = parse(text, port);
-    Line line;
+    Line line, lifeline;
     std::string why = address ? reach(*address, deadline, line) : "not an address";
     if (why.empty()) {
+      why = reach(*address, deadline, lifeline);
+    }
+    if (why.empty()) {
       line.say(kHello, hello);
+      lifeline.say(kLifeline, lifeline_of);
       // Rank 0 answers when the last rank is there. Somebody else there would hang up, or not know
       // what this is about.
       auto welcome = await(line, deadline, size_t{1} << 20);
       if (welcome && welcome->kind == kWelcome) {
         Star star;
         star.lines.push_back(std::move(line));
+        star.lifelines.push_back(lifeline.take_socket());
         for (int rank = 0; rank < place.size; ++rank) {
           star.members.push_back(take_member(welcome->words));
         }

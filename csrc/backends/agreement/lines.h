@@ -77,6 +77,10 @@ class Line {
   void close() {
     socket_ = {};
   }
+  // What is left of it is said to nobody.
+  shm::Descriptor take_socket() {
+    return std::move(socket_);
+  }
 
   // Sends it, or keeps what the connection does not take for flush().
   void say(uint32_t kind, const Words& words);
@@ -104,6 +108,8 @@ struct Member {
 struct Star {
   // Rank 0 has one to every other rank, the others one to rank 0.
   std::vector<Line> lines;
+  // To the same ranks, in the same order, and for Lifelines.
+  std::vector<shm::Descriptor> lifelines;
   std::vector<Member> members;
 };
 
