@@ -22,6 +22,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 CPP := $(sort $(shell find csrc -name '*.cpp' -o -name '*.h' 2>/dev/null))
+CPP_TESTS := $(wildcard tests/native/*.cpp tests/native/*.h)
 CPP_DIRS := $(shell find csrc -type d 2>/dev/null)
 # An extension that was deleted, or never built, overrides the stamp.
 EXTENSION := $(wildcard torch_c10d_ext/_C*.so)
@@ -93,13 +94,13 @@ lint: $(VENV)/.dev build
 	run "ruff check" $(BIN)/ruff check --output-format concise .; \
 	run "ruff format" $(BIN)/ruff format --check --quiet --diff .; \
 	run mypy $(BIN)/mypy; \
-	run clang-format $(BIN)/clang-format --dry-run -Werror $(CPP); \
+	run clang-format $(BIN)/clang-format --dry-run -Werror $(CPP) $(CPP_TESTS); \
 	test -z "$$failed"
 
 format: $(VENV)/.dev
 	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
-	@$(BIN)/clang-format -i $(CPP)
+	@$(BIN)/clang-format -i $(CPP) $(CPP_TESTS)
 
 wheel: $(VENV)/.torch
 	@$(PY) -m pip wheel --no-build-isolation --no-deps -w dist .

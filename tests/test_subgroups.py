@@ -101,7 +101,7 @@ def _shrinks() -> None:
         ours.barrier()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, "cpu:gloo,cuda:gloo", "cpu:shm,cuda:gloo"])
 def test_shrinks_a_group(backend: str) -> None:
     run(4, _shrinks, backend=backend)
 

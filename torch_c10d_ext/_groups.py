@@ -188,21 +188,24 @@ def split_off(
 def shrunk(
     pg: dist.ProcessGroup, ranks_to_exclude: list[int], flags: int, options: Any | None
 ) -> dist.ProcessGroup:
-    """What torch's ``shrink_group`` does, for a group on gloo, which has no ``shrink``."""
+    """What torch's ``shrink_group`` does, with the backend of the CPU; gloo has no ``shrink``."""
     c10d._validate_shrink_inputs(ranks_to_exclude, flags)
     about = c10d._prepare_shrink_target_group(pg)
+    about["pg_options_override"] = options
     gone = c10d._validate_and_process_excluded_ranks(ranks_to_exclude, about)
-    gloo = cpu_backend(pg)
+    backend = cpu_backend(pg)
+    if backend.name() != "gloo":
+        rest = backend.shrink(sorted(gone), flags, options)
+        return c10d._finalize_shrunk_group(about, gone, rest)
     if flags == c10d.SHRINK_ABORT:
-        gloo.abort()
+        backend.abort()
     left = [rank for rank in range(pg.size()) if rank not in gone]
     name = _next_name(pg, "shrink", left)
     store = dist.PrefixStore(name, c10d._get_default_store())
-    timeout = (options or gloo.options)._timeout
-    backend = dist.ProcessGroupGloo(store, left.index(pg.rank()), len(left), timeout=timeout)
-    backend._set_sequence_number_for_group()
-    about["pg_options_override"] = options
-    smaller = c10d._finalize_shrunk_group(about, gone, backend)
+    timeout = (options or backend.options)._timeout
+    rest = dist.ProcessGroupGloo(store, left.index(pg.rank()), len(left), timeout=timeout)
+    rest._set_sequence_number_for_group()
+    smaller = c10d._finalize_shrunk_group(about, gone, rest)
     _agreed[smaller] = name
     return smaller
 

@@ -146,10 +146,8 @@ void leaving_says_so_on_every_line() {
 }
 
 const std::vector<Test> kTests = {
-    TEST(who_is_killed_is_noticed),
-    TEST(what_a_copy_of_the_process_has_open_does_not_hide_it),
-    TEST(who_leaves_is_not_missed),
-    TEST(what_does_not_end_in_good_order_is_cut),
+    TEST(who_is_killed_is_noticed),      TEST(what_a_copy_of_the_process_has_open_does_not_hide_it),
+    TEST(who_leaves_is_not_missed),      TEST(what_does_not_end_in_good_order_is_cut),
     TEST(leaving_says_so_on_every_line),
 };
 

@@ -70,7 +70,8 @@ inline pid_t start(const std::function<void()>& body) {
 // The exit status as of waitpid(); kills the process that is not done in time.
 inline int finish(pid_t pid) {
   int status = 0;
-  const bool ended = eventually([&] { return waitpid(pid, &status, WNOHANG) == pid; }, std::chrono::seconds(60));
+  const auto has_ended = [&] { return waitpid(pid, &status, WNOHANG) == pid; };
+  const bool ended = eventually(has_ended, std::chrono::seconds(60));
   if (!ended) {
     kill(pid, SIGKILL);
     waitpid(pid, &status, 0);

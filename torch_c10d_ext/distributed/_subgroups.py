@@ -97,7 +97,9 @@ def shrink_group(
     """Replaces a group by one of the ranks that are left; those alone call it.
 
     torch's own where the backend can shrink (nccl, shm); on gloo, where torch refuses, the ranks
-    that are left connect anew, through the group's store, which must still be there.
+    that are left connect anew, through the group's store, which must still be there. A group for
+    several devices that is bound to none, as one with ``"cpu:shm,cuda:nccl"``, is left with the
+    CPU's.
 
     Args:
         ranks_to_exclude: ranks in the group that are gone, or are to go.
@@ -123,6 +125,9 @@ def shrink_group(
     """
     refuse_in_a_graph("shrink_group")
     pg = process_group(group_name(group))
-    if device_of(pg.group_name) != "cpu" or cpu_backend(pg).name() != "gloo":
+    # Of several backends torch would ask the GPU's, and make what it returns that of the CPU.
+    is_mixed = len(pg._device_types) > 1 and pg.bound_device_id is None
+    is_ours = is_mixed or cpu_backend(pg).name() == "gloo"
+    if device_of(pg.group_name) != "cpu" or not is_ours:
         return distributed_c10d.shrink_group(ranks_to_exclude, pg, shrink_flags, pg_options)
     return shrunk(pg, ranks_to_exclude, shrink_flags, pg_options)
