@@ -98,4 +98,47 @@ std::string text_of(const Called& called) {
   return text.str();
 }
 
+std::optional<Difference> difference(const std::vector<Called>& calls, uint64_t seq) {
+  const bool even = std::all_of(calls.begin(), calls.end(), [](auto& c) { return c.count >= 0; });
+  const auto agree = [&](const Called& a, const Called& b) {
+    return a.verb == b.verb && a.unit == b.unit && a.rest == b.rest &&
+           (!even || (a.count == b.count && shm::shapes_agree(a.shapes, b.shapes))) &&
+           a.sends.size() == b.sends.size() && a.expects.size() == b.expects.size();
+  };
+  Difference found;
+  for (size_t rank = 1; rank < calls.size(); ++rank) {
+    if (!agree(calls[0], calls[rank])) {
+      found.ranks.push_back(static_cast<int>(rank));
+    }
+  }
+  if (!found.ranks.empty()) {
+    found.text = shm::text_of_difference(
+        calls.size(), seq, [&](size_t a, size_t b) { return agree(calls[a], calls[b]); },
+        [&](size_t rank) { return text_of(calls[rank]); });
+    return found;
+  }
+  const size_t ranks = calls.size();
+  if (even || calls[0].sends.size() != ranks || calls[0].expects.size() != ranks) {
+    return std::nullopt;
+  }
+  for (size_t from = 0; from < ranks; ++from) {
+    for (size_t to = 0; to < ranks; ++to) {
+      const int root = calls[from].root;
+      const bool concerned = calls[0].verb == shm::Verb::Gather    ? static_cast<int>(to) == root
+                             : calls[0].verb == shm::Verb::Scatter ? static_cast<int>(from) == root
+                                                                   : true;
+      const int64_t sent = calls[from].sends[to];
+      const int64_t expected = calls[to].expects[from];
+      if (concerned && sent != expected) {
+        std::ostringstream text;
+        text << "what a rank sends must be what the other expects, got " << sent << " x "
+             << calls[from].unit << " from rank " << from << " for rank " << to
+             << ", which expects " << expected << ", in collective " << seq;
+        return Difference{text.str(), {static_cast<int>(from), static_cast<int>(to)}};
+      }
+    }
+  }
+  return std::nullopt;
+}
+
 }  // namespace c10d_ext

@@ -3,6 +3,7 @@
 // What a rank says of a collective that it has called. No torch in here.
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -44,5 +45,13 @@ struct Called {
 
 // "all_reduce(6 x float32, sum)"
 std::string text_of(const Called& called);
+
+struct Difference {
+  std::string text;
+  std::vector<int> ranks;
+};
+
+// What is wrong where ranks 0, 1, ... have called these as collective `seq`.
+std::optional<Difference> difference(const std::vector<Called>& calls, uint64_t seq);
 
 }  // namespace c10d_ext
