@@ -15,6 +15,7 @@
 #include "core/eager.h"
 #include "core/entry.h"
 #include "core/failure.h"
+#include "core/future.h"
 #include "core/group.h"
 #include "core/messages.h"
 #include "core/older_vmap.h"
@@ -166,6 +167,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace c10d_ext;
 
   py::register_exception_translator(translate);
+  bind_futures(m);
   bind_shm(m);
   bind_fallback(m);
   bind_works(m);

@@ -1,9 +1,11 @@
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+_T = TypeVar("_T")
 
 torch_version: str
 has_lazy: bool
@@ -28,8 +30,21 @@ def make_wrapper(type: type, elem: torch.Tensor) -> Any: ...
 def seal(wrapper: torch.Tensor) -> None: ...
 def wait(tensor: torch.Tensor) -> None: ...
 
+# Whose wait() hears of Ctrl-C, as torch's does not.
+class Future(torch._C.Future[_T]):
+    def then(self, callback: Callable[[Future[_T]], Any]) -> Future[Any]: ...
+
+def interruptible(future: torch._C.Future[_T]) -> Future[_T]: ...
+
 class Work(dist.Work):
+    def get_future(self) -> Future[list[torch.Tensor]]: ...
     def _get_sequence_number(self) -> int: ...
+
+class ShmWork(dist.Work):
+    def get_future(self) -> Future[list[torch.Tensor]]: ...
+
+class CoalescedWork(dist.Work):
+    def get_future(self) -> Future[list[torch.Tensor]]: ...
 
 def work_of(tensor: torch.Tensor) -> Work | None: ...
 

@@ -28,6 +28,7 @@
 #include "backends/shm/layout.h"
 #include "core/at_once.h"
 #include "core/failure.h"
+#include "core/future.h"
 #include "core/gil.h"
 #include "core/memory.h"
 
@@ -1756,6 +1757,8 @@ void ShmBackend::shutdown() {
 
 void bind_shm(pybind11::module_& m) {
   namespace py = pybind11;
+  bind_work<ShmWork>(m, "ShmWork");
+  bind_work<CoalescedWork>(m, "CoalescedWork");
   m.def(
       "connect_shm",
       [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Milliseconds timeout,

@@ -24,6 +24,7 @@
 #include "backends/shm/aside.h"
 #include "core/at_once.h"
 #include "core/failure.h"
+#include "core/future.h"
 #include "core/gil.h"
 #include "core/memory.h"
 
@@ -829,8 +830,7 @@ c10::intrusive_ptr<c10d::Work> started_work_of(const at::Tensor& t) {
 }
 
 void bind_works(pybind11::module_& m) {
-  namespace py = pybind11;
-  py::class_<PendingWork, c10::intrusive_ptr<PendingWork>, c10d::Work>(m, "Work").def(
+  bind_work<PendingWork>(m, "Work").def(
       "_get_sequence_number", &PendingWork::getSequencenumber,
       "The number of the collective, or of the message, among those of its group.");
 }

@@ -36,6 +36,7 @@ from tests.backends.verbs import (
 )
 from tests.contract import Report, gaps, verify
 from tests.harness import needs_memory, run, values
+from torch_c10d_ext import _C
 from torch_c10d_ext.errors import CollectiveMismatch, CollectiveTimeout, GroupClosed
 
 SIZES = (1, 2, 3, 4, 8)
@@ -524,10 +525,16 @@ def _futures() -> None:
         x = torch.full((count,), rank + 1.0)
         future = dist.all_reduce(x, async_op=True).get_future()
         then = future.then(lambda f: f.value()[0] / n)
+        assert isinstance(future, _C.Future) and isinstance(then, _C.Future)
         assert torch.equal(then.wait(), torch.full((count,), (n + 1) / 2))
         (same,) = future.wait()
         assert same.data_ptr() == x.data_ptr()
         assert future.done()
+        ((both,), _) = torch.futures.wait_all([future, then])
+        assert both.data_ptr() == x.data_ptr()
+        failing = future.then(lambda f: f.no_such)
+        with pytest.raises(RuntimeError, match="running the callback: AttributeError: .*no_such"):
+            failing.wait()
         for verb in (v for v in VERBS if " in a" not in v.name and "batch" not in v.name):
             if verb.name == "all_reduce_coalesced":
                 continue  # returns a future
@@ -535,7 +542,9 @@ def _futures() -> None:
             xs = inputs_of(verb, n, (5,), torch.float32, how)
             outs = fresh(verb, xs[rank], verb.outputs(n, rank, (5,), how.root), torch.float32)
             work = verb.call(xs[rank], outs, how)
-            work.get_future().wait()
+            arrives = work.get_future()
+            assert isinstance(arrives, _C.Future), verb
+            arrives.wait()
             for out, want in zip(outs, verb.reference(xs, how)[rank], strict=True):
                 assert not (wrong := values.mismatch(out, want, ulps=4)), f"{verb}: {wrong}"
             work.wait()

@@ -909,6 +909,99 @@ def test_an_interrupt_ends_a_wait(name: str, backend: str) -> None:
         assert value == {"recv": 2.0, "monitored": 1.0}.get(name, 3.0)
 
 
+def _through_a_block(x: torch.Tensor) -> Any:
+    with dist._coalescing_manager(async_ops=True) as block:
+        dist.all_reduce(x)
+    return block.works[0].get_future()
+
+
+def _work_of(x: torch.Tensor) -> dist.Work:
+    work = functional.work_of(x)
+    assert work is not None
+    return work
+
+
+def _through_two_verbs(x: torch.Tensor) -> Any:
+    backend = dist.group.WORLD._get_backend(x.device)  # type: ignore[union-attr]
+    backend._start_coalescing()
+    backend.broadcast([torch.zeros(2)])
+    backend.allreduce([x])
+    return backend._end_coalescing().get_future()
+
+
+# What is not complete before the other rank calls the same.
+FUTURES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "work": lambda x: dist.all_reduce(x, async_op=True).get_future(),
+    "then": lambda x: (
+        dist.all_reduce(x, async_op=True)
+        .get_future()
+        .then(lambda f: f.then(lambda g: g.value()).wait())
+        .then(lambda f: f.value())
+    ),
+    "block": _through_a_block,
+    "two verbs": _through_two_verbs,
+    "message": lambda x: dist.irecv(x, 1).get_future(),
+    "ours": lambda x: ours.all_reduce(x, async_op=True).get_future(),
+    "ours, a list": lambda x: ours.all_gather(
+        [torch.empty(3), x], x + 0, async_op=True
+    ).get_future(),
+    "ours, a message": lambda x: ours.irecv(x, 1).get_future(),
+    "op": lambda x: _work_of(functional.all_reduce(x, "sum")).get_future(),
+}
+
+
+def _be_interrupted_at_a_future(name: str, scratch: Path) -> Report:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    check_works()
+    x = torch.ones(3)
+    future = FUTURES[name](x)
+    told: list[Any] = []
+    future.add_done_callback(told.append)
+    assert isinstance(future, torch._C.Future)
+    mark(scratch, "waiting")
+    failure = report(future.wait)
+    assert not future.done()
+    mark(scratch, "interrupted")  # before which nobody else comes
+    value = future.wait()[-1]
+    assert future.done()
+    assert value.eq(2 if "message" in name or "list" in name else 3).all()
+    check_works()
+    assert isinstance(told[0], _C.Future) and told[0].done()
+    return failure
+
+
+def _come_to_a_future(name: str, scratch: Path) -> None:
+    check_works()
+    while not (scratch / "interrupted").exists():
+        time.sleep(0.01)
+    x = torch.full((3,), 2.0)
+    if "message" in name:
+        dist.send(x, 0)
+    elif name == "op":
+        dist.all_reduce(x)
+    else:
+        FUTURES[name](x).wait()
+    check_works()
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [(name, backend) for backend in (BACKEND, FALLBACK) for name in FUTURES]
+    + [(name, "gloo") for name in FUTURES if "ours" in name or name == "op"],
+)
+def test_an_interrupt_ends_the_wait_for_a_future(name: str, backend: str) -> None:
+    with crew(2, backend) as ranks:
+        ranks.start(0, _be_interrupted_at_a_future, name, ranks.scratch)
+        ranks.start(1, _come_to_a_future, name, ranks.scratch)
+        ranks.await_mark("waiting")
+        time.sleep(0.2)
+        sent = ranks.signal(0, signal.SIGINT)
+        failure = ranks.result(0)
+        ranks.result(1)
+        assert failure.kind == "KeyboardInterrupt"
+        print(f"KeyboardInterrupt {(failure.at - sent) * 1e3:.0f} ms after the signal")
+
+
 def _make_a_group_alone(scratch: Path) -> tuple[Report, Report]:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     late = report(lambda: dist.new_group(backend=BACKEND, timeout=dt.timedelta(seconds=1)))

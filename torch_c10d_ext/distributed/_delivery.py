@@ -111,7 +111,7 @@ class SpreadingWork(dist.Work):
         self._works = [work for t in started if (work := _C.started_work_of(t))]
         self._started = started
         self._targets = targets
-        self._future: torch.futures.Future[list[Tensor]] | None = None
+        self._future: _C.Future[list[Tensor]] | None = None
         self._waited = False
         self._error: Exception | None = None
         self._settling = threading.Lock()
@@ -164,7 +164,7 @@ class SpreadingWork(dist.Work):
     def _get_sequence_number(self) -> int:
         return self._first("_get_sequence_number")._get_sequence_number()
 
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+    def get_future(self) -> _C.Future[list[Tensor]]:
         if self._future is None:
             arrived = torch.futures.collect_all([work.get_future() for work in self._works])
 
@@ -172,7 +172,7 @@ class SpreadingWork(dist.Work):
                 self.wait()
                 return self.result()
 
-            self._future = arrived.then(spread)
+            self._future = _C.interruptible(arrived.then(spread))
         return self._future
 
 
