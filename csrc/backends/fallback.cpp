@@ -447,8 +447,10 @@ OverGloo::OverGloo(c10::intrusive_ptr<c10d::Backend> gloo, c10::intrusive_ptr<c1
           }(),
           options.group_name, rank_, size_),
       timeout_(options.timeout),
-      agreement_(Agreement::join(part_of("agreement", store_), {rank_, size_, options.group_name},
-                                 options.timeout)) {
+      agreement_(joined(group_, [&] {
+        return Agreement::join(part_of("agreement", store_), {rank_, size_, options.group_name},
+                               options.timeout);
+      })) {
   OpenGroups<Agreement>::of_this_process().add(agreement_);
   init();
 }

@@ -1645,13 +1645,15 @@ ShmBackend::Connected ShmBackend::connect(const c10::intrusive_ptr<c10d::Store>&
   if (size > shm::Layout::kMaxSize) {
     return {{}, c10::str("a group has at most ", shm::Layout::kMaxSize, " ranks, got ", size)};
   }
-  auto joined = shm::join(part_of("shm", store), rank, size,
-                          shm::Engine::mapping_bytes(size, settings.arena), options.timeout);
-  if (!joined.membership) {
-    return {{}, joined.why_not};
-  }
   const Group place({}, options.group_name, rank, size);
-  auto live = Live::start(std::move(joined.membership), settings, place);
+  auto shared = joined(place, [&] {
+    return shm::join(part_of("shm", store), rank, size,
+                     shm::Engine::mapping_bytes(size, settings.arena), options.timeout);
+  });
+  if (!shared.membership) {
+    return {{}, shared.why_not};
+  }
+  auto live = Live::start(std::move(shared.membership), settings, place);
   return {c10::make_intrusive<ShmBackend>(rank, size, options, settings, store, std::move(live)),
           {}};
 }

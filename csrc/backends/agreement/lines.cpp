@@ -314,12 +314,12 @@ Star gather_lines(const shm::KeyValueStore& store, const shm::Place& place, cons
     }
     if (deadline.passed()) {
       std::ostringstream text;
-      text << "every rank must connect to rank 0 within " << deadline.text() << ", got nothing of ";
       const char* separator = missing.size() == 1 ? "rank " : "ranks ";
       for (const size_t rank : missing) {
         text << separator << rank;
         separator = ", ";
       }
+      text << " did not connect to rank 0 within " << deadline.text();
       throw std::runtime_error(text.str());
     }
     std::vector<pollfd> fds{{listening.socket.get(), POLLIN, 0}};
@@ -409,8 +409,7 @@ Star join_lines(const shm::KeyValueStore& store, const shm::Place& place, const 
   std::vector<pollfd> nothing;
   while (!store.has(kKey)) {
     if (deadline.passed()) {
-      throw std::runtime_error("rank 0 must say where it is within " + deadline.text() +
-                               ", got nothing of it");
+      throw std::runtime_error("rank 0 did not say where it is within " + deadline.text());
     }
     deadline.poll(nothing);
   }
@@ -451,8 +450,8 @@ Star join_lines(const shm::KeyValueStore& store, const shm::Place& place, const 
     }
     tried << (tried.str().empty() ? "" : ", ") << text << " (" << why << ")";
   }
-  throw std::runtime_error("rank 0 must be reached at port " + std::to_string(port) +
-                           " of one of its addresses, got " + tried.str());
+  throw std::runtime_error("rank 0 cannot be reached at port " + std::to_string(port) + " of " +
+                           tried.str());
 }
 
 }  // namespace
