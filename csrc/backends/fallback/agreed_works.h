@@ -1,0 +1,34 @@
+#pragma once
+
+// Works of a group whose ranks agree before gloo begins.
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string_view>
+
+#include "backends/agreement/agreement.h"
+#include "core/group.h"
+#include "core/messages.h"
+
+namespace c10d_ext {
+
+// A collective that `begin` hands to gloo once all ranks have called it; no work: it is done then.
+c10::intrusive_ptr<c10d::Work> start_agreed(const std::shared_ptr<Agreement>& agreement,
+                                            const Group& group, std::string_view op, Called called,
+                                            std::chrono::milliseconds timeout,
+                                            std::function<c10::intrusive_ptr<c10d::Work>()> begin);
+
+struct StartedMessage {
+  c10::intrusive_ptr<c10d::Work> work;  // for the caller
+  c10::intrusive_ptr<c10d::Work> end;   // what gloo does: an abort ends it
+};
+
+// A message that `begin` hands to gloo once its other end is there, at `peer`.
+StartedMessage start_granted(const std::shared_ptr<Agreement>& agreement, const Group& group,
+                             const Message& message, std::chrono::milliseconds timeout,
+                             std::function<c10::intrusive_ptr<c10d::Work>(int peer)> begin);
+
+}  // namespace c10d_ext
