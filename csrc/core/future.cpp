@@ -4,9 +4,11 @@
 
 #include <chrono>
 #include <condition_variable>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <stdexcept>
 #include <type_traits>
 #include <utility>
 
@@ -74,6 +76,33 @@ class Future : public PythonFutureWrapper {
   std::shared_ptr<Waiters> waiters_;  // null where there is nothing to wait for
 };
 
+// What `last` returns once `future` is done; where that failed, `last` is called all the same, and
+// the future fails as it did.
+std::shared_ptr<Future> followed(const PythonFutureWrapper& future, py::function last) {
+  auto result = c10::make_intrusive<c10::ivalue::Future>(c10::PyObjectType::get());
+  const auto held = std::make_shared<torch::jit::PythonFunctionGuard>(std::move(last));
+  const auto end = [result, held](c10::ivalue::Future& done) {
+    std::exception_ptr error = done.hasError() ? done.exception_ptr() : nullptr;
+    c10::IValue value;
+    {
+      const py::gil_scoped_acquire gil;
+      try {
+        value = torch::jit::toIValue(held->func_(), c10::PyObjectType::get());
+      } catch (const py::error_already_set& e) {
+        if (!error) {
+          error = std::make_exception_ptr(std::runtime_error(e.what()));
+        }
+      }
+    }
+    error ? result->setError(std::move(error)) : result->markCompleted(std::move(value));
+  };
+  {
+    const py::gil_scoped_release no_gil;
+    future.fut->addCallback(end);
+  }
+  return std::make_shared<Future>(result);
+}
+
 }  // namespace
 
 }  // namespace c10d_ext
@@ -94,9 +123,7 @@ void bind_futures(py::module_& m) {
       .def("wait", &Future::wait, py::call_guard<py::gil_scoped_release>())
       .def("then", &Future::then, py::arg("callback"))
       .def("add_done_callback", &Future::add_done_callback, py::arg("callback"));
-  m.def("interruptible", [](const PythonFutureWrapper& future) {
-    return std::make_shared<Future>(future.fut, future.unwrap_func);
-  });
+  m.def("followed", &followed, py::arg("future"), py::arg("last"));
 }
 
 py::object interruptible(c10::intrusive_ptr<c10::ivalue::Future> future) {

@@ -80,6 +80,7 @@ CALLS: dict[str, Callable[[int], Any]] = {
     "barrier": lambda gone: dist.barrier(),
     "work": lambda gone: dist.all_reduce(torch.ones(3), async_op=True).wait(),
     "future": lambda gone: dist.all_reduce(torch.ones(3), async_op=True).get_future().wait(),
+    "our future": lambda gone: ours.all_reduce(torch.ones(3), async_op=True).get_future().wait(),
     "recv": lambda gone: dist.recv(torch.empty(1), gone),
     "send of 64 MiB": lambda gone: dist.send(torch.ones(1 << 24), gone),
     "op": lambda gone: torch.ops.c10d_ext.wait_tensor(
@@ -353,41 +354,44 @@ def test_errors_name_what_was_called(backend: str) -> None:
     run(2, _name_what_was_called, backend=backend)
 
 
-def _time_out(scratch: Path, seconds: float) -> tuple[Report, float]:
+def _time_out(scratch: Path, seconds: float, absent: int) -> tuple[Report, float]:
     group = dist.new_group()
     check_works(group)
     assert group is not None
     group.set_timeout(dt.timedelta(seconds=seconds))
     rank = dist.get_rank()
     mark(scratch, f"rank {rank}")
-    if rank == 1:
+    if rank == absent:
         time.sleep(120)
-    time.sleep(0.5)  # rank 1 is stopped meanwhile
+    time.sleep(0.5)  # it is stopped meanwhile
     begin = time.monotonic()
     return report(lambda: dist.all_reduce(torch.ones(1), group=group)), begin
 
 
 @everywhere
-@pytest.mark.parametrize("stopped", [True, False])
-def test_a_rank_that_does_not_come_is_named_with_its_state(stopped: bool, backend: str) -> None:
+@pytest.mark.parametrize(("absent", "stopped"), [(1, True), (1, False), (0, True)])
+def test_a_rank_that_does_not_come_is_named_with_its_state(
+    absent: int, stopped: bool, backend: str
+) -> None:
     timeout = 1.0
     with crew(3, backend) as ranks:
         for rank in range(3):
-            ranks.start(rank, _time_out, ranks.scratch, timeout)
+            ranks.start(rank, _time_out, ranks.scratch, timeout, absent)
         for rank in range(3):
             ranks.await_mark(f"rank {rank}")
         if stopped:
-            ranks.signal(1, signal.SIGSTOP)
-        for rank in (0, 2):
+            ranks.signal(absent, signal.SIGSTOP)
+        for rank in {0, 1, 2} - {absent}:
             failure, begin = ranks.result(rank)
-            assert (failure.kind, failure.ranks) == ("CollectiveTimeout", [1]), failure.text
+            assert (failure.kind, failure.ranks) == ("CollectiveTimeout", [absent]), failure.text
             assert (failure.op, failure.seq) == ("all_reduce", 2)
             state = "stopped" if stopped else "sleeping"
-            assert f"rank 1 (pid {ranks.pid(1)}, {state})" in failure.text
+            assert f"rank {absent} (pid {ranks.pid(absent)}, {state})" in failure.text
             # The first rank to give up tells the others.
             assert rank == 2 or failure.at - begin > timeout - 0.5
+            assert "collective 2 must be done" in failure.text
         if stopped:
-            ranks.signal(1, signal.SIGCONT)
+            ranks.signal(absent, signal.SIGCONT)
 
 
 # --- ranks that disagree -------------------------------------------------------------------------

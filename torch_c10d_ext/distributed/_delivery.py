@@ -168,11 +168,11 @@ class SpreadingWork(dist.Work):
         if self._future is None:
             arrived = torch.futures.collect_all([work.get_future() for work in self._works])
 
-            def spread(_: object) -> list[Tensor]:
+            def spread() -> list[Tensor]:
                 self.wait()
                 return self.result()
 
-            self._future = _C.interruptible(arrived.then(spread))
+            self._future = _C.followed(arrived, spread)
         return self._future
 
 

@@ -432,18 +432,24 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     say(kBroken, std::move(news.words));
   }
 
+  bool is_root_stopped() const {
+    return !referee_ && roster_.is_near(0) && roster_.process_state(0) == "stopped";
+  }
+
   void look_at_the_clock() {
     const auto now = Clock::now();
     std::vector<std::pair<Says, Words>> late;
-    bool silent = false;
+    std::string unanswered;  // what rank 0 says nothing about
     {
       std::lock_guard lock(mutex_);
       if (!end_ && soonest_ <= now) {
         soonest_ = kNever;
         for (auto* flights : {&waiting_, &messages_}) {
           for (auto& [seq, flight] : *flights) {
-            if (flight.late <= now && flight.asked) {
-              silent = true;  // rank 0 says nothing
+            if (flight.late <= now && (flight.asked || is_root_stopped())) {
+              unanswered = (flight.tag ? text_of_message(*flight.tag)
+                                       : "collective " + std::to_string(seq)) +
+                           " must be done within " + seconds(flight.timeout);
             } else if (flight.late <= now) {
               flight.asked = true;
               flight.late = after(kVerdict);
@@ -456,19 +462,20 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
         }
       }
       for (const auto& [seq, flight] : running_) {
-        silent |= !end_ && flight.late <= now;
+        if (!end_ && flight.late <= now) {
+          unanswered = "data of collective " + std::to_string(seq) + " must arrive";
+        }
       }
     }
     for (auto& [kind, words] : late) {
       say(kind, std::move(words));
     }
-    if (silent) {
+    if (!unanswered.empty()) {
       const std::string state = roster_.is_near(0) ? roster_.process_state(0) : "silent";
-      finish(
-          {Kind::Timeout,
-           {0},
-           "the collectives must be done in time, got no answer from " + roster_.describe(0, state),
-           kGrace});
+      finish({Kind::Timeout,
+              {0},
+              "the " + unanswered + ", got no answer from " + roster_.describe(0, state),
+              kGrace});
     }
     if (referee_) {
       referee_->look(now);
