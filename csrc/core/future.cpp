@@ -9,6 +9,7 @@
 #include <mutex>
 #include <optional>
 #include <stdexcept>
+#include <string>
 #include <type_traits>
 #include <utility>
 
@@ -79,28 +80,30 @@ class Future : public PythonFutureWrapper {
 // What `last` returns once `future` is done; where that failed, `last` is called all the same, and
 // the future fails as it did.
 std::shared_ptr<Future> followed(const PythonFutureWrapper& future, py::function last) {
-  auto result = c10::make_intrusive<c10::ivalue::Future>(c10::PyObjectType::get());
   const auto held = std::make_shared<torch::jit::PythonFunctionGuard>(std::move(last));
-  const auto end = [result, held](c10::ivalue::Future& done) {
-    std::exception_ptr error = done.hasError() ? done.exception_ptr() : nullptr;
-    c10::IValue value;
-    {
-      const py::gil_scoped_acquire gil;
-      try {
-        value = torch::jit::toIValue(held->func_(), c10::PyObjectType::get());
-      } catch (const py::error_already_set& e) {
-        if (!error) {
-          error = std::make_exception_ptr(std::runtime_error(e.what()));
+  const py::gil_scoped_release no_gil;
+  auto result = future.fut->then(
+      [held](c10::ivalue::Future& done) -> c10::IValue {
+        c10::IValue value;
+        std::string failed;
+        {
+          const py::gil_scoped_acquire gil;
+          try {
+            value = torch::jit::toIValue(held->func_(), c10::PyObjectType::get());
+          } catch (const py::error_already_set& error) {
+            failed = error.what();
+          }
         }
-      }
-    }
-    error ? result->setError(std::move(error)) : result->markCompleted(std::move(value));
-  };
-  {
-    const py::gil_scoped_release no_gil;
-    future.fut->addCallback(end);
-  }
-  return std::make_shared<Future>(result);
+        if (done.hasError()) {
+          std::rethrow_exception(done.exception_ptr());
+        }
+        if (!failed.empty()) {
+          throw std::runtime_error(failed);
+        }
+        return value;
+      },
+      c10::PyObjectType::get());
+  return std::make_shared<Future>(std::move(result));
 }
 
 }  // namespace

@@ -783,6 +783,29 @@ def _splits() -> None:
     group.shutdown()
 
 
+def _one_tensor_in_flight(*more: torch.dtype) -> None:
+    rank, n = dist.get_rank(), dist.get_world_size()
+    for dtype in (torch.float32, torch.int64, *more):
+        for count in (1, 100_000):
+            x = torch.ones(count, dtype=dtype)
+            works = [dist.all_reduce(x, async_op=True) for _ in range(4)]
+            for work in reversed(works):
+                work.wait()
+            assert torch.equal(x, torch.full_like(x, n**4)), (dtype, x)
+            x.fill_(rank)
+            every = torch.empty(n * count, dtype=dtype)
+            dist.broadcast(x, n - 1, async_op=True)
+            all_gather_single(every, x, None, True)
+            dist.all_reduce(every, async_op=True).get_future().wait()
+            assert torch.equal(every, torch.full_like(every, n * (n - 1))), (dtype, every)
+    # Futures that nobody waits for hold nothing up.
+    x = torch.ones(1)
+    for _ in range(50):
+        future = ours.all_reduce(x, async_op=True).get_future()
+    future.wait()
+    dist.barrier()
+
+
 def _shrinks() -> None:
     n, rank = dist.get_world_size(), dist.get_rank()
     group = dist.new_group()
@@ -805,6 +828,11 @@ def _shrinks() -> None:
 def test_groups(size: int) -> None:
     for fn in (_subgroups, _groups_in_any_order, _groups_come_and_go, _splits, _shrinks):
         run(size, fn, backend="shm")
+
+
+@pytest.mark.parametrize("size", (2, 3, 4))
+def test_calls_on_one_tensor_run_in_their_order(size: int) -> None:
+    run(size, _one_tensor_in_flight, torch.bfloat16, backend="shm")
 
 
 def _beside_gloo(other: str) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import datetime as dt
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -150,6 +150,9 @@ class SpreadingWork(dist.Work):
     def result(self) -> list[Tensor]:
         return [t for targets in self._targets for t in targets]
 
+    def _calls(self) -> Iterable[tuple[Tensor, Targets]]:
+        return zip(self._started, self._targets, strict=True)
+
     def _first(self, asked: str) -> Any:
         if not self._works:
             raise RuntimeError(f"{asked}: a backend must have done the call, got one without")
@@ -169,7 +172,9 @@ class SpreadingWork(dist.Work):
             arrived = torch.futures.collect_all([work.get_future() for work in self._works])
 
             def spread() -> list[Tensor]:
-                self.wait()
+                # A wait for what lies where it is to lie waits for later calls on it, too.
+                if not all(t.is_cpu and is_in_place(t, p) for t, p in self._calls()):
+                    self.wait()
                 return self.result()
 
             self._future = _C.followed(arrived, spread)
@@ -194,13 +199,17 @@ def spread(started: list[Tensor], targets: Sequence[Targets], async_op: bool) ->
     return SpreadingWork(started, targets) if eager else TracedWork(started, targets)
 
 
+def is_in_place(started: Tensor, targets: Targets) -> bool:
+    return len(targets) == 1 and targets[0] is started
+
+
 def _settle(started: list[Tensor], targets: Sequence[Targets]) -> None:
     for tensor, parts in zip(started, targets, strict=True):
         values = _wait(tensor)
+        if is_in_place(tensor, parts):
+            continue
         if len(parts) == 1:
-            (target,) = parts
-            if target is not tensor:
-                replace(target, values.view(target.shape))
+            replace(parts[0], values.view(parts[0].shape))
         elif parts:
             pieces = _split(values.view(-1), [part.numel() for part in parts])
             for part, piece in zip(parts, pieces, strict=True):

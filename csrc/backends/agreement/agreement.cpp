@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <array>
 #include <condition_variable>
+#include <deque>
 #include <map>
 #include <mutex>
 #include <sstream>
@@ -106,6 +107,9 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
       over = std::move(found->second);
       running_.erase(found);
       changed_.notify_all();
+      if (!begins_.empty()) {
+        wake();
+      }
     }
   }
 
@@ -484,11 +488,10 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
 
   // Calls what other code has to do, without the lock.
   void settle() {
-    std::vector<Begin> begins, grants;
+    std::vector<Begin> grants;
     std::vector<Failed> fails;
     {
       std::lock_guard lock(mutex_);
-      begins.swap(begins_);
       grants.swap(grants_);
       fails.swap(fails_);
       const auto fail = [&](Flights& flights, Flights::iterator it) {
@@ -503,22 +506,21 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
       }
       const auto now = Clock::now();
       for (auto it = running_.begin(); end_ && it != running_.end();) {
-        // Not before it is begun: that comes below.
-        const bool begun = std::none_of(begins.begin(), begins.end(),
-                                        [&](const auto& b) { return b.first == it->first; });
-        if (!begun || it->second.late > now) {
+        if (it->second.late > now) {
           ++it;
           continue;
         }
+        const auto begun =
+            std::erase_if(begins_, [&](auto& b) { return b.first == it->first; }) == 0;
+        abandoned_ |= begun;
         it = fail(running_, it);
-        abandoned_ = true;
       }
     }
-    for (auto& [seq, begin] : begins) {
+    while (const auto next = next_to_begin()) {
       try {
-        begin(seq);
+        next->second(next->first);
       } catch (const std::exception& error) {
-        broke(seq, error.what());
+        broke(next->first, error.what());
       }
     }
     for (auto& [peer, begin] : grants) {
@@ -528,6 +530,17 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
       failed.flight.fail(failed.failure);
     }
     changed_.notify_all();
+  }
+
+  // The collectives of a group run one after the other, in the order of their calls.
+  std::optional<Begin> next_to_begin() {
+    std::lock_guard lock(mutex_);
+    if (begins_.empty() || running_.begin()->first != begins_.front().first) {
+      return std::nullopt;
+    }
+    auto next = std::move(begins_.front());
+    begins_.pop_front();
+    return next;
   }
 
   void say_goodbye() {
@@ -540,7 +553,8 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     std::vector<Failed> fails;
     {
       std::lock_guard lock(mutex_);
-      abandoned_ |= !running_.empty();
+      abandoned_ |= running_.size() > begins_.size();
+      begins_.clear();
       for (auto* flights : {&waiting_, &running_, &messages_}) {
         for (auto& [seq, flight] : *flights) {
           auto failure =
@@ -719,7 +733,8 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   Clock::time_point soonest_ = kNever;
   // About collectives and messages, and the answer once it is there.
   std::map<std::pair<Says, uint64_t>, std::optional<Difference>> asked_;
-  std::vector<Begin> begins_, grants_;
+  std::deque<Begin> begins_;  // agreed on, in their order
+  std::vector<Begin> grants_;
   std::vector<Failed> fails_;
   std::optional<End> end_;
 

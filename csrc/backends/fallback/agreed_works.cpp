@@ -132,10 +132,11 @@ class AgreedWork final : public c10d::Work {
         group->broke(seq, text_of(error));
         return;
       }
-      self->end(error);
+      // The next one may begin: a future's callback may wait for it.
       if (group) {
         group->done(seq);
       }
+      self->end(error);
     });
   }
 
