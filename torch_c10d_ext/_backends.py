@@ -7,6 +7,8 @@ import datetime as dt
 import logging
 import os
 import sys
+import threading
+import time
 from typing import Any
 
 import torch.distributed as dist
@@ -22,6 +24,8 @@ _MAX_ARENA = 1 << 30
 _MAX_US = 10**9
 # How long the end of the process waits for collectives that nobody waited for.
 _GRACE = dt.timedelta(seconds=1)
+# What threads that waited for one have to hear that its group is closed, in seconds.
+_RETURN = 0.03
 
 # Why groups of this process fell back: each reason is logged once.
 _told: set[str] = set()
@@ -102,3 +106,6 @@ def _close() -> None:
     grace = dt.timedelta() if hasattr(sys, "last_value") else _GRACE
     _C.close_shm_groups(grace)
     _C.close_fallback_groups(grace)
+    if threading.active_count() > 1:
+        # A thread that waited comes back while there is an interpreter, without which torch aborts.
+        time.sleep(_RETURN)

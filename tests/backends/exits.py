@@ -105,6 +105,11 @@ def main(scenario: str, rank: int) -> None:
         # It waits for a rank that has returned, or until it is cut off.
         threading.Thread(target=_all_reduce, daemon=True).start() if rank == 0 else None
         time.sleep(0.2)
+    elif scenario == "threads at works":
+        works = [_all_reduce(async_op=True) for _ in range(4 if rank == 0 else 0)]
+        for wait in [w.wait for w in works[:2]] + [w.get_future().wait for w in works[2:]]:
+            threading.Thread(target=wait, daemon=True).start()
+        time.sleep(0.2 + 0.2 * rank)
     else:
         assert scenario == "returns", scenario
 

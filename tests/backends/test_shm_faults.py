@@ -1270,6 +1270,7 @@ EXIT_CODES = {
     "in flight on one": (0, 0),
     "one gone": (0, 0),
     "thread in a collective": (0, 0),
+    "threads at works": (0, 0),
 }
 
 
@@ -1280,6 +1281,7 @@ FALLBACK_EXITS = (
     "one returns and lingers",
     "in flight",
     "in flight and raises",
+    "threads at works",
 )
 
 
