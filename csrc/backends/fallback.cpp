@@ -62,15 +62,6 @@ Sizes sizes_of(const Tensors& tensors) {
   return sizes;
 }
 
-// The values of tensors of any dtypes, one after the other, in memory of their own.
-at::Tensor packed(const Tensors& tensors) {
-  Tensors parts;
-  for (const auto& t : tensors) {
-    parts.push_back(bytes_of(dense(t)));
-  }
-  return parts.empty() ? empty_bytes(0) : at::cat(parts);
-}
-
 void put(const at::Tensor& bytes, const at::Tensor& out) {
   if (is_dense(out)) {
     bytes_of(out).copy_(bytes);
@@ -91,12 +82,6 @@ Finish unpack_later(const at::Tensor& bytes, const Tensors& outs) {
       offset += count;
     }
   };
-}
-
-// The values of `source` in memory that nobody writes while they travel to `out`.
-at::Tensor apart(const at::Tensor& source, const at::Tensor& out) {
-  const at::Tensor values = dense(source);
-  return values.is_alias_of(out) ? clone_of(values) : values;
 }
 
 // Elements of each tensor.
@@ -185,20 +170,24 @@ c10::intrusive_ptr<OverGloo::Options> OverGloo::getBackendOptions() {
 // ----------------------------------------------------------------------------------------
 
 template <class Start>
-OverGloo::WorkPtr OverGloo::run(const Call& call, Tensors outputs, Finish finish, Start&& start) {
+OverGloo::WorkPtr OverGloo::run(const Call& call, Tensors outputs, Claim::Around around,
+                                Start&& start) {
   WorkPtr work;
   {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     Claim claim(*this, call.called ? &*call.called : nullptr, call.type, std::move(outputs),
-                std::move(finish), call.timeout);
+                std::move(around), call.timeout);
     if constexpr (std::is_void_v<decltype(start())>) {
       start();
       if (!claim.has_work()) {
         // No data, but the ranks meet.
-        attach(call.op, group_, {}, agree(call.op, *call.called, [] { return WorkPtr(); }),
+        attach(call.op, group_, {}, agree(call.op, *call.called, true, [] { return Started(); }),
                Finish(), &subscribe_to_future);
       }
       work = claim.take();
+      if (size_ == 1) {
+        work->wait(kNoTimeout);  // the ops do what comes next without asking anybody
+      }
     } else {
       work = start();  // of a message, which nobody else waits for
     }
@@ -215,14 +204,17 @@ OverGloo::WorkPtr OverGloo::run(const Call& call, Tensors outputs, Finish finish
   return {};
 }
 
-OverGloo::WorkPtr OverGloo::agree(string_view op, Called called, std::function<WorkPtr()> begin) {
-  const auto* claim = Claim::here();
-  const auto own = claim != nullptr ? claim->timeout() : c10d::kUnsetTimeout;
+OverGloo::WorkPtr OverGloo::agree(string_view op, Called called, bool quick, Begin begin) {
+  auto own = c10d::kUnsetTimeout;
+  if (auto* claim = Claim::here()) {
+    own = claim->timeout();
+    begin = claim->around(std::move(begin));
+  }
   if (!strict_) {
     called.shapes = 0;
   }
   return start_agreed(agreement_, group_, op, std::move(called),
-                      own > Milliseconds(0) ? own : timeout_.load(), std::move(begin));
+                      own > Milliseconds(0) ? own : timeout_.load(), quick, std::move(begin));
 }
 
 OverGloo::WorkPtr OverGloo::agree(const Message& message, std::function<WorkPtr(int peer)> begin) {
@@ -255,32 +247,58 @@ void OverGloo::leave() {
   }
 }
 
-OverGloo::WorkPtr OverGloo::all_gather_bytes(const Call& call, const at::Tensor& own, Sizes sizes,
+// The values of tensors of any dtypes, one after the other, in memory of their own.
+OverGloo::Source OverGloo::packed(const Tensors& tensors) {
+  const at::Tensor bytes = empty_bytes(sum_of(sizes_of(tensors)));
+  return {bytes, [bytes, tensors = aliases_of(tensors)] {
+            int64_t offset = 0;
+            for (const auto& t : tensors) {
+              const auto count = static_cast<int64_t>(t.nbytes());
+              span_of(bytes, offset, count).copy_(bytes_of(dense(t)));
+              offset += count;
+            }
+          }};
+}
+
+OverGloo::Source OverGloo::bytes_in(const at::Tensor& tensor) {
+  return is_dense(tensor) ? Source{bytes_of(tensor), {}} : packed({tensor});
+}
+
+// The values of `source` in memory that nobody writes while they travel to `out`.
+OverGloo::Source OverGloo::apart(const at::Tensor& source, const at::Tensor& out) {
+  if (is_dense(source) && !source.is_alias_of(out)) {
+    return {source, {}};
+  }
+  const at::Tensor values = at::empty(source.sizes(), source.options());
+  return {values, [values, source = alias_of(source)] { copy_values(values, source); }};
+}
+
+OverGloo::WorkPtr OverGloo::all_gather_bytes(const Call& call, const Source& own, Sizes sizes,
                                              const Tensors& outputs) {
   const at::Tensor all = empty_bytes(sum_of(sizes));
   // All ranks have the same sizes, and so start the same.
   const bool even = std::equal(sizes.begin() + 1, sizes.end(), sizes.begin());
-  return run(call, outputs, unpack_later(all, outputs), [&] {
+  return run(call, outputs, {own.fill, unpack_later(all, outputs)}, [&] {
     if (even) {
-      start_all_gather(call.op, group_, own, all);
+      start_all_gather(call.op, group_, own.values, all);
     } else {
-      start_all_gather_uneven(call.op, group_, own, all, sizes);
+      start_all_gather_uneven(call.op, group_, own.values, all, sizes);
     }
   });
 }
 
-OverGloo::WorkPtr OverGloo::exchange_bytes(const Call& call, const at::Tensor& source,
+OverGloo::WorkPtr OverGloo::exchange_bytes(const Call& call, const Source& source,
                                            const Tensors& outputs, const Sizes& in,
                                            const Sizes& out) {
   const at::Tensor received = empty_bytes(sum_of(out));
-  return run(call, outputs, unpack_later(received, outputs),
-             [&] { start_all_to_all(call.op, group_, source, received, out, in); });
+  return run(call, outputs, {source.fill, unpack_later(received, outputs)},
+             [&] { start_all_to_all(call.op, group_, source.values, received, out, in); });
 }
 
 OverGloo::WorkPtr OverGloo::message(string_view op, c10d::OpType type, const at::Tensor& tensor,
                                     int peer, int tag) {
   const Call call{op, type, true, c10d::kUnsetTimeout, std::nullopt};
-  return run(call, {tensor}, Finish(), [&] {
+  return run(call, {tensor}, {}, [&] {
     return start_messages(op, group_, Message{tensor, type == c10d::OpType::SEND, peer, tag})[0];
   });
 }
@@ -293,16 +311,19 @@ OverGloo::WorkPtr OverGloo::broadcast(Tensors& tensors, const c10d::BroadcastOpt
   constexpr string_view op = "broadcast";
   const at::Tensor& tensor = only(op, "tensor", tensors);
   check_root(op, opts.rootRank);
-  at::Tensor out = tensor;
+  Source buffer{tensor, {}};
   if (rank_ == opts.rootRank) {
     check_tensor(op, "tensor", tensor);
-    out = dense(tensor);  // its elements may share a place
+    if (!is_dense(tensor)) {
+      buffer = apart(tensor, tensor);  // its elements may share a place
+    }
   } else {
     check_written(op, "tensor", tensor);
   }
   return run(Call::of(op, c10d::OpType::BROADCAST, opts,
                       called(Verb::Broadcast, tensor, tensor.numel()).rooted_at(opts.rootRank)),
-             tensors, Finish(), [&] { start_broadcast(op, group_, out, out, opts.rootRank); });
+             tensors, {buffer.fill, {}},
+             [&] { start_broadcast(op, group_, buffer.values, buffer.values, opts.rootRank); });
 }
 
 OverGloo::WorkPtr OverGloo::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
@@ -316,7 +337,7 @@ OverGloo::WorkPtr OverGloo::allreduce(Tensors& tensors, const c10d::AllreduceOpt
   return run(
       Call::of(op, c10d::OpType::ALLREDUCE, opts,
                called(Verb::AllReduce, tensor, tensor.numel()).reduced_by(name_of(reduction.op))),
-      tensors, Finish(), [&] { start_all_reduce(op, group_, tensor, tensor, reduction); });
+      tensors, {}, [&] { start_all_reduce(op, group_, tensor, tensor, reduction); });
 }
 
 OverGloo::WorkPtr OverGloo::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
@@ -329,7 +350,6 @@ OverGloo::WorkPtr OverGloo::allreduce_sparse(Tensors& tensors, const c10d::Allre
   const bool native =
       dtype == c10::kFloat || dtype == c10::kDouble || dtype == c10::kInt || dtype == c10::kLong;
   const auto wire_dtype = native ? dtype : c10::isFloatingType(dtype) ? c10::kFloat : c10::kLong;
-  Tensors sums{at::_to_copy(tensor.coalesce(), wire_dtype)};
   std::ostringstream shape;
   shape << " of shape " << tensor.sizes() << " with " << tensor.sparse_dim()
         << " sparse dimensions";
@@ -337,20 +357,22 @@ OverGloo::WorkPtr OverGloo::allreduce_sparse(Tensors& tensors, const c10d::Allre
   said.rest = shape.str();
   const auto call = Call::of(op, c10d::OpType::_ALLREDUCE_SPARSE, opts,
                              std::move(said).reduced_by(name_of(reduction.op)));
-  const bool average = reduction.op == ReduceOp::Avg;
-  Finish finish = [sum = sums[0], tensor, average, ranks = size_] {
-    if (average) {
-      sum._values().div_(ranks);
-    }
-    tensor.copy_(sum.to(tensor.scalar_type()));
+  const int64_t divisor = reduction.op == ReduceOp::Avg ? size_ : 1;
+  c10d::AllreduceOptions options;
+  options.timeout = call.timeout;
+  const auto begin = [gloo = gloo_, tensor, wire_dtype, options, divisor] {
+    Tensors sums{at::_to_copy(tensor.coalesce(), wire_dtype)};
+    const WorkPtr work = gloo->allreduce(sums, options);
+    return Started{work, [sum = sums[0], tensor, divisor] {
+                     if (divisor != 1) {
+                       sum._values().div_(divisor);
+                     }
+                     tensor.copy_(sum.to(tensor.scalar_type()));
+                   }};
   };
-  return run(call, tensors, std::move(finish), [&] {
-    c10d::AllreduceOptions options;
-    options.timeout = call.timeout;
-    const WorkPtr work = agree(op, *call.called, [gloo = gloo_, sums, options]() mutable {
-      return gloo->allreduce(sums, options);
-    });
-    attach(op, group_, tensors, work, Finish(), &subscribe_to_future);
+  return run(call, tensors, {}, [&] {
+    attach(op, group_, tensors, agree(op, *call.called, false, begin), Finish(),
+           &subscribe_to_future);
   });
 }
 
@@ -363,7 +385,7 @@ OverGloo::WorkPtr OverGloo::allreduce_coalesced(Tensors& tensors,
                       called(Verb::AllReduce, tensors)
                           .of_members(counts_of(tensors))
                           .reduced_by(name_of(reduction.op))),
-             tensors, Finish(),
+             tensors, {},
              [&] { start_all_reduce_coalesced(op, group_, tensors, tensors, reduction); });
 }
 
@@ -377,7 +399,7 @@ OverGloo::WorkPtr OverGloo::reduce(Tensors& tensors, const c10d::ReduceOptions& 
                       called(Verb::Reduce, tensor, tensor.numel())
                           .reduced_by(name_of(reduction.op))
                           .rooted_at(opts.rootRank)),
-             tensors, Finish(),
+             tensors, {},
              [&] { start_reduce(op, group_, tensor, tensor, reduction, opts.rootRank); });
 }
 
@@ -393,7 +415,7 @@ OverGloo::WorkPtr OverGloo::allgather(std::vector<Tensors>& outputs, Tensors& in
   const auto call =
       Call::of(op, c10d::OpType::ALLGATHER, opts,
                called(Verb::AllGather, parts).gathered(input.numel(), counts_of(parts)));
-  return all_gather_bytes(call, bytes_of(dense(input)), sizes_of(parts), parts);
+  return all_gather_bytes(call, bytes_in(input), sizes_of(parts), parts);
 }
 
 OverGloo::WorkPtr OverGloo::_allgather_base(at::Tensor& output, at::Tensor& input,
@@ -403,10 +425,11 @@ OverGloo::WorkPtr OverGloo::_allgather_base(at::Tensor& output, at::Tensor& inpu
   check_tensor(op, "input", input);
   check_written(op, "output", output);
   check_whole(op, "output", output, "input", input);
+  const Source source = apart(input, output);
   return run(
       Call::of(op, c10d::OpType::_ALLGATHER_BASE, opts,
                called(Verb::AllGather, input).gathered(input.numel(), Sizes(size_, input.numel()))),
-      {output}, Finish(), [&] { start_all_gather(op, group_, apart(input, output), output); });
+      {output}, {source.fill, {}}, [&] { start_all_gather(op, group_, source.values, output); });
 }
 
 OverGloo::WorkPtr OverGloo::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -421,8 +444,8 @@ OverGloo::WorkPtr OverGloo::allgather_coalesced(std::vector<Tensors>& outputs, T
     counts.push_back(sum_of(counts_of(list)));
     parts.insert(parts.end(), list.begin(), list.end());
   }
-  const at::Tensor own = packed(inputs);
-  C10D_EXT_CHECK_VALUE(own.numel() == sizes[rank_], op, group_, "outputs[", rank_,
+  const Source own = packed(inputs);
+  C10D_EXT_CHECK_VALUE(own.values.numel() == sizes[rank_], op, group_, "outputs[", rank_,
                        "], this rank's, must have as many elements as the inputs, got others");
   Called said = called(Verb::AllGather, parts);
   said.rest = c10::str(" in ", inputs.size(), " tensors for each rank");
@@ -441,8 +464,8 @@ OverGloo::WorkPtr OverGloo::allgather_into_tensor_coalesced(Tensors& outputs, Te
     check_whole(op, "each output", outputs[i], "its input", inputs[i]);
   }
   // Row r: what rank r has of every tensor.
-  const at::Tensor own = packed(inputs);
-  const at::Tensor all = at::empty({size_, own.numel()}, at::kByte);
+  const Source own = packed(inputs);
+  const at::Tensor all = at::empty({size_, own.values.numel()}, at::kByte);
   Finish finish = [all, outs = aliases_of(outputs), ranks = size_] {
     int64_t offset = 0;
     for (const auto& out : outs) {
@@ -453,7 +476,8 @@ OverGloo::WorkPtr OverGloo::allgather_into_tensor_coalesced(Tensors& outputs, Te
   };
   const auto call = Call::of(op, c10d::OpType::ALLGATHER_COALESCED, opts,
                              called(Verb::AllGather, inputs).of_members(counts_of(inputs)));
-  return run(call, outputs, std::move(finish), [&] { start_all_gather(op, group_, own, all); });
+  return run(call, outputs, {own.fill, std::move(finish)},
+             [&] { start_all_gather(op, group_, own.values, all); });
 }
 
 // As an exchange, for the ranks' parts may differ in size, which the root alone knows.
@@ -478,7 +502,7 @@ OverGloo::WorkPtr OverGloo::gather(std::vector<Tensors>& outputs, Tensors& input
       Call::of(op, c10d::OpType::GATHER, opts,
                called(Verb::Gather, input)
                    .gathered_at(opts.rootRank, input.numel(), counts_of(parts), size_));
-  return exchange_bytes(call, bytes_of(dense(input)), parts, in,
+  return exchange_bytes(call, bytes_in(input), parts, in,
                         parts.empty() ? Sizes(size_, 0) : sizes_of(parts));
 }
 
@@ -520,12 +544,13 @@ OverGloo::WorkPtr OverGloo::reduce_scatter(Tensors& outputs, std::vector<Tensors
     counts.push_back(part.numel());
   }
   const bool even = std::equal(counts.begin() + 1, counts.end(), counts.begin());
-  const at::Tensor source = span_of(packed(parts), output.dtype(), 0, sum_of(counts));
+  const Source bytes = packed(parts);
+  const at::Tensor source = span_of(bytes.values, output.dtype(), 0, sum_of(counts));
   return run(Call::of(op, c10d::OpType::REDUCE_SCATTER, opts,
                       called(Verb::ReduceScatter, output)
                           .scattered(counts, output.numel())
                           .reduced_by(name_of(reduction.op))),
-             outputs, Finish(), [&] {
+             outputs, {bytes.fill, {}}, [&] {
                if (even) {
                  start_reduce_scatter(op, group_, source, output, reduction);
                } else {
@@ -541,12 +566,13 @@ OverGloo::WorkPtr OverGloo::_reduce_scatter_base(at::Tensor& output, at::Tensor&
   check_written(op, "output", output);
   check_whole(op, "input", input, "output", output);
   const auto reduction = reduction_of(op, opts.reduceOp, output.scalar_type());
+  const Source source = apart(input, output);
   return run(Call::of(op, c10d::OpType::_REDUCE_SCATTER_BASE, opts,
                       called(Verb::ReduceScatter, output)
                           .scattered(Sizes(size_, output.numel()), output.numel())
                           .reduced_by(name_of(reduction.op))),
-             {output}, Finish(),
-             [&] { start_reduce_scatter(op, group_, apart(input, output), output, reduction); });
+             {output}, {source.fill, {}},
+             [&] { start_reduce_scatter(op, group_, source.values, output, reduction); });
 }
 
 OverGloo::WorkPtr OverGloo::reduce_scatter_tensor_coalesced(
@@ -562,7 +588,7 @@ OverGloo::WorkPtr OverGloo::reduce_scatter_tensor_coalesced(
                       called(Verb::ReduceScatter, outputs)
                           .of_members(counts_of(outputs))
                           .reduced_by(name_of(reduction.op))),
-             outputs, Finish(),
+             outputs, {},
              [&] { start_reduce_scatter_coalesced(op, group_, inputs, outputs, reduction); });
 }
 
@@ -580,15 +606,14 @@ OverGloo::WorkPtr OverGloo::alltoall_base(at::Tensor& output, at::Tensor& input,
   const auto out = elements_of(op, "output", output, output_splits);
   const auto call = Call::of(op, c10d::OpType::ALLTOALL_BASE, opts,
                              called(Verb::AllToAll, output).exchanged(in, out));
-  const at::Tensor source = apart(input, output).view({-1});
-  if (!is_dense(output)) {
-    const at::Tensor received = at::empty({output.numel()}, output.options());
-    return run(call, {output}, unpack_later(bytes_of(received), {output}),
-               [&] { start_all_to_all(op, group_, source, received, out, in); });
-  }
-  return run(call, {output}, Finish(), [&] {
-    start_all_to_all(op, group_, source, span_of(output, 0, output.numel()), out, in);
-  });
+  const Source from = apart(input, output);
+  const at::Tensor source = from.values.view({-1});
+  const bool direct = is_dense(output);
+  const at::Tensor received =
+      direct ? span_of(output, 0, output.numel()) : at::empty({output.numel()}, output.options());
+  return run(call, {output},
+             {from.fill, direct ? Finish() : unpack_later(bytes_of(received), {output})},
+             [&] { start_all_to_all(op, group_, source, received, out, in); });
 }
 
 OverGloo::WorkPtr OverGloo::alltoall(Tensors& outputs, Tensors& inputs,
@@ -637,7 +662,7 @@ OverGloo::WorkPtr OverGloo::recvAnysource(Tensors& tensors, int tag) {
 
 OverGloo::WorkPtr OverGloo::barrier(const c10d::BarrierOptions& opts) {
   const auto call = Call::of("barrier", c10d::OpType::BARRIER, opts, Called());
-  return run(call, {}, Finish(), [&] {
+  return run(call, {}, {}, [&] {
     const at::Tensor nothing = empty_bytes(0);
     start_barrier(call.op, group_, nothing, nothing);
   });
@@ -651,7 +676,7 @@ void OverGloo::monitoredBarrier(const c10d::BarrierOptions& opts, bool /*wait_al
   monitored.rest = "monitored";
   auto call = Call::of("monitored_barrier", c10d::OpType::BARRIER, opts, std::move(monitored));
   call.async = false;
-  run(call, {}, Finish(), [] {});
+  run(call, {}, {}, [] {});
 }
 
 // --- Coalescing

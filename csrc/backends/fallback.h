@@ -57,9 +57,10 @@ class OverGloo final : public c10d::Backend, private VerbChecks {
            const Options& options, bool strict);
   ~OverGloo() override;
 
-  // `begin` begins the collective at gloo, on another thread, once all ranks have called the same.
-  // The work is that of both, and has a future.
-  WorkPtr agree(std::string_view op, Called called, std::function<WorkPtr()> begin);
+  // `begin` begins the collective at gloo, on another thread, once all ranks have called the same
+  // and what they called before is done. The work is that of both, and has a future.
+  // `quick`: `begin` takes less than a millisecond.
+  WorkPtr agree(std::string_view op, Called called, bool quick, Begin begin);
   // `begin` begins the message at gloo, on another thread, once its other end at `peer` is there
   // and fits. The work is that of both; any number of threads can ask and wait for it.
   WorkPtr agree(const Message& message, std::function<WorkPtr(int peer)> begin);
@@ -157,17 +158,26 @@ class OverGloo final : public c10d::Backend, private VerbChecks {
     }
   };
 
+  // What a collective reads, and what puts it there when its turn has come.
+  struct Source {
+    at::Tensor values;
+    Finish fill;
+  };
+  static Source packed(const Tensors& tensors);
+  static Source bytes_in(const at::Tensor& tensor);
+  static Source apart(const at::Tensor& source, const at::Tensor& out);
+
   // What `start` starts, as the call's work, null of one that is over on return. `start` returns
-  // nothing, or a message's work. `outputs` are the caller's, which `finish` fills where the
+  // nothing, or a message's work. `outputs` are the caller's, which `around.after` fills where the
   // collective does not write them itself.
   template <class Start>
-  WorkPtr run(const Call& call, Tensors outputs, Finish finish, Start&& start);
+  WorkPtr run(const Call& call, Tensors outputs, Claim::Around around, Start&& start);
 
   // Gathers everyone's `own` bytes, of which rank r has sizes[r], and hands them out.
-  WorkPtr all_gather_bytes(const Call& call, const at::Tensor& own, std::vector<int64_t> sizes,
+  WorkPtr all_gather_bytes(const Call& call, const Source& own, std::vector<int64_t> sizes,
                            const Tensors& outputs);
   // Sends `source` and receives into `outputs`, with as many bytes to and from each rank.
-  WorkPtr exchange_bytes(const Call& call, const at::Tensor& source, const Tensors& outputs,
+  WorkPtr exchange_bytes(const Call& call, const Source& source, const Tensors& outputs,
                          const std::vector<int64_t>& in, const std::vector<int64_t>& out);
   // What is in flight ends.
   void leave();

@@ -304,8 +304,8 @@ class ShmBackend::Flight final : public shm::Operation {
   void then(std::function<void()> finish) {
     finish_ = std::move(finish);
   }
-  // Sources that share memory with targets are copied first, but for a rank's own part that is
-  // replaced in place, which the engine can do.
+  // Sources that share memory with targets are copied when it begins, but for a rank's own part
+  // that is replaced in place, which the engine can do.
   void separate();
 
   // --- Several flights as one operation
@@ -411,8 +411,23 @@ class ShmBackend::Flight final : public shm::Operation {
     if (span_) {
       span_->begin();
     }
+    if (C10_UNLIKELY(!fills_.empty())) {
+      copy(fills_);
+    }
+    for (const auto& [data, copy] : overlaps_) {
+      std::memcpy(copy.mutable_data_ptr(), data, copy.nbytes());
+    }
     for (const auto& passenger : passengers_) {
       passenger->on_begin();
+    }
+  }
+
+  void on_arrived() override {
+    if (C10_UNLIKELY(!landings_.empty())) {
+      copy(landings_);
+    }
+    for (const auto& passenger : passengers_) {
+      passenger->on_arrived();
     }
   }
 
@@ -426,20 +441,37 @@ class ShmBackend::Flight final : public shm::Operation {
 
  private:
   enum State : uint8_t { kRunning, kAwaited, kSettled };
-  struct Landing {
-    at::Tensor scratch;
-    at::Tensor out;
+  struct Copy {
+    at::Tensor from;
+    at::Tensor to;
+  };
+  struct Overlap {
+    const std::byte* data;
+    at::Tensor copy;
   };
 
-  // A dense tensor of the values of `t`, kept until the end.
+  void copy(const std::vector<Copy>& copies) {
+    try {
+      at::AutoDispatchBelowADInplaceOrView below_autograd;
+      for (const auto& [from, to] : copies) {
+        copy_values(to, from);
+      }
+    } catch (...) {
+      trouble_ = std::current_exception();
+    }
+  }
+
+  // A dense tensor of what the values of `t` are when it begins, kept until the end.
   const at::Tensor& dense_values(const at::Tensor& t) {
     if (C10_UNLIKELY(span_ != nullptr)) {
       span_->add_input(t);
     }
-    if (C10_UNLIKELY(travel_dtype_ && *travel_dtype_ != t.scalar_type())) {
-      kept_.push_back(at::empty(t.sizes(), t.options().dtype(*travel_dtype_)).copy_(t));
+    const bool converted = travel_dtype_ && *travel_dtype_ != t.scalar_type();
+    if (C10_LIKELY(is_dense(t) && !converted)) {
+      kept_.push_back(alias_of(t));
     } else {
-      kept_.push_back(is_dense(t) ? alias_of(t) : dense(t));
+      kept_.push_back(scratch(t));
+      fills_.push_back({alias_of(t), kept_.back()});
     }
     return kept_.back();
   }
@@ -451,9 +483,12 @@ class ShmBackend::Flight final : public shm::Operation {
     if (C10_LIKELY(is_dense(t) && !converted)) {
       return outputs_.back();
     }
-    const auto dtype = converted ? *travel_dtype_ : t.scalar_type();
-    landings_.push_back({at::empty(t.sizes(), t.options().dtype(dtype)), outputs_.back()});
-    return landings_.back().scratch;
+    landings_.push_back({scratch(t), outputs_.back()});
+    return landings_.back().from;
+  }
+
+  at::Tensor scratch(const at::Tensor& t) const {
+    return at::empty(t.sizes(), t.options().dtype(travel_dtype_.value_or(t.scalar_type())));
   }
 
   static void append(std::vector<shm::Buffer>& parts, const std::vector<shm::Buffer>& more) {
@@ -503,15 +538,12 @@ class ShmBackend::Flight final : public shm::Operation {
       error_ = std::make_exception_ptr(CollectiveError(static_cast<Kind>(failure->kind), text,
                                                        failure->ranks, op, failure->seq,
                                                        place_->name()));
-    } else if (C10_UNLIKELY(!landings_.empty() || finish_)) {
+    } else if (C10_UNLIKELY(trouble_ != nullptr)) {
+      error_ = trouble_;
+    } else if (C10_UNLIKELY(finish_)) {
       try {
         at::AutoDispatchBelowADInplaceOrView below_autograd;
-        for (const auto& [scratch, out] : landings_) {
-          copy_values(out, scratch);
-        }
-        if (finish_) {
-          finish_();
-        }
+        finish_();
       } catch (...) {
         error_ = std::current_exception();
       }
@@ -526,6 +558,8 @@ class ShmBackend::Flight final : public shm::Operation {
         std::chrono::duration<float, std::milli>(carrier.shm::Operation::duration()).count();
     finish_ = nullptr;
     landings_.clear();
+    fills_.clear();
+    overlaps_.clear();
     kept_.clear();
     if (state_.exchange(kSettled, std::memory_order_acq_rel) == kAwaited) {
       std::function<void(std::exception_ptr)> listener;
@@ -573,7 +607,10 @@ class ShmBackend::Flight final : public shm::Operation {
   // What is read, until it is settled; what is written, for as long as somebody may ask.
   c10::SmallVector<at::Tensor, 2> kept_;
   c10::SmallVector<at::Tensor, 2> outputs_;
-  std::vector<Landing> landings_;
+  std::vector<Copy> fills_;        // when it begins
+  std::vector<Overlap> overlaps_;  // the same, of what shares memory with what is written
+  std::vector<Copy> landings_;     // when all is there
+  std::exception_ptr trouble_;     // with these
   std::function<void()> finish_;
 
   std::vector<std::shared_ptr<Flight>> passengers_;
@@ -637,10 +674,8 @@ void ShmBackend::Flight::separate() {
           in_place(part, hit->part)) {
         continue;
       }
-      const at::Tensor copy = at::empty({static_cast<int64_t>(bytes)}, at::kByte);
-      std::memcpy(copy.mutable_data_ptr(), data, bytes);
-      data = static_cast<std::byte*>(copy.mutable_data_ptr());
-      kept_.push_back(copy);
+      overlaps_.push_back({data, at::empty({static_cast<int64_t>(bytes)}, at::kByte)});
+      data = static_cast<std::byte*>(overlaps_.back().copy.mutable_data_ptr());
     }
   }
 }
@@ -1090,6 +1125,14 @@ ShmBackend::WorkPtr ShmBackend::exchange(const Call& call, const at::Tensor& sou
 ShmBackend::WorkPtr ShmBackend::all_reduce_sparse(const Call& call, const at::Tensor& tensor,
                                                   const Reduction& reduction) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
+  FlightPtr before;
+  {
+    std::lock_guard lock(sparse_mutex_);
+    before = last_sparse_.lock();
+  }
+  if (before && !before->held()) {
+    live_->wait(*before, kNoTimeout);  // it may write the tensor
+  }
   const at::Tensor local = tensor.coalesce();
   const at::Tensor indices = local._indices();
   const at::Tensor values = local._values();
@@ -1172,6 +1215,11 @@ ShmBackend::WorkPtr ShmBackend::all_reduce_sparse(const Call& call, const at::Te
     }
     tensor.copy_(low_precision ? sum.to(dtype) : sum);
   });
+  const FlightPtr last = flight;  // so that it is nobody else's
+  {
+    std::lock_guard lock(sparse_mutex_);
+    last_sparse_ = last;
+  }
   return launch(call, std::move(flight));
 }
 

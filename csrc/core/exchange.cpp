@@ -33,12 +33,6 @@ namespace {
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using Tensors = std::vector<at::Tensor>;
 
-// A started exchange and what this rank still has to do when it completes.
-struct Started {
-  WorkPtr work;
-  Finish finish;
-};
-
 // getBackend() throws where there is none. The direct question is new in torch 2.13.
 template <class ProcessGroup>
 bool serves_cpu(ProcessGroup& pg) {
@@ -61,9 +55,10 @@ ShmBackend* shm_of(const Group& group, const at::Tensor& t) {
   return typeid(*found) == typeid(ShmBackend) ? static_cast<ShmBackend*>(found) : nullptr;
 }
 
-// Whether this rank does it all by itself, and no backend is asked.
+// Whether this rank does it all by itself, and no backend is asked. One that was asked keeps to the
+// order of its calls.
 bool is_alone(const Group& group) {
-  if (!single_rank_shortcut(group)) {
+  if (!single_rank_shortcut(group) || Claim::here() != nullptr) {
     return false;
   }
   note_over(at::Tensor(), Facts());
@@ -80,24 +75,16 @@ void attach_started(std::string_view op, const Group& group, at::TensorList outs
   }
 }
 
-// A verb's options, with the timeout of the call that it serves.
-template <class Options>
-Options options_of_call() {
-  Options options;
-  if (const Claim* claim = Claim::here()) {
-    options.timeout = claim->timeout();
-  }
-  return options;
-}
-
-// The backend that serves a device in a group; a ProcessGroup without backends (one written in
-// Python, say) is used through its own virtual methods, which have the same names.
-class Channel {
+// A backend and what it can do; a ProcessGroup without backends (one written in Python, say) is
+// used through its own virtual methods, which have the same names. Copies may outlive the call.
+class Carrier {
  public:
-  Channel(std::string_view op, const Group& group, const at::Tensor& t) : op_(op), group_(group) {
+  Carrier(std::string_view op, const Group& group, const at::Tensor& t)
+      : op_(op), place_({}, group.name(), group.rank(), group.size()) {
     auto* pg = static_cast<c10d::ProcessGroup*>(group.process_group());
-    if (!t.is_cpu()) {
-      device_guard_.reset_device(t.device());
+    const Claim* claim = Claim::here();
+    if (claim != nullptr) {
+      timeout_ = claim->timeout();
     }
     if (!pg->hasBackends()) {
       process_group_ = pg;
@@ -110,7 +97,7 @@ class Channel {
       value_error(op, group, "the group must have a backend for the tensor's device, got ",
                   t.device());
     }
-    if (const auto* claim = Claim::here()) {
+    if (claim != nullptr) {
       over_gloo_ = &claim->backend();
     } else if (auto* found = backend_.get(); typeid(*found) == typeid(OverGloo)) {
       over_gloo_ = static_cast<OverGloo*>(found);
@@ -124,24 +111,10 @@ class Channel {
     has_future_ = gloo_ || timed_;
   }
 
-  // What the ranks must agree on before start(), where the group is one in which they are asked.
-  template <class Say>
-  void say(Say&& what) {
-    if (over_gloo_ != nullptr) {
-      const auto* claim = Claim::here();
-      called_ = claim != nullptr ? *claim->called() : what();
-    }
-  }
-
-  // Runs `verb` on the backend, later and on another thread where the ranks have to agree. A
-  // process group without backends passes most of what it was not given on to the backends that it
-  // does not have.
+  // A process group without backends passes most of what it was not given on to the backends that
+  // it does not have.
   template <class Verb>
   WorkPtr start(Verb&& verb) const {
-    if (called_) {
-      return over_gloo_->agree(op_, *called_,
-                               [backend = backend_, verb]() mutable { return verb(*backend); });
-    }
     if (backend_) {
       return verb(*backend_);
     }
@@ -152,25 +125,20 @@ class Channel {
           std::string_view::npos) {
         throw;
       }
-      value_error(op_, group_,
+      value_error(op_, place_,
                   "a process group without backends must define allreduce, broadcast and "
                   "all_to_all_single (or alltoall_base), got one that lacks what this call needs");
     }
   }
 
-  // Around calls that start as one, which the work of the second holds.
-  void begin_batch(c10::DeviceType device) const {
-    backend_ ? backend_->startCoalescing() : process_group_->startCoalescing(device);
-  }
-  WorkPtr end_batch(c10::DeviceType device) const {
-    return backend_ ? backend_->endCoalescing() : process_group_->endCoalescing(device);
-  }
-
-  void attach(at::TensorList outs, Started started) const {
-    c10d_ext::attach(op_, group_, outs, started.work, std::move(started.finish),
-                     !has_future_     ? nullptr
-                     : process_group_ ? &subscribe_if_possible
-                                      : &subscribe_to_future);
+  // A verb's options, with the timeout of the call that it serves.
+  template <class Options>
+  Options options() const {
+    Options options;
+    if (timeout_) {
+      options.timeout = *timeout_;
+    }
+    return options;
   }
 
   ReductionPlan plan(const Reduction& reduction, c10::ScalarType dtype) const {
@@ -219,16 +187,6 @@ class Channel {
   bool starts_messages_together() const {
     return nccl_;
   }
-  // As start(); `verb` is told who has the message's other end.
-  template <class Verb>
-  WorkPtr start_message(const Message& message, Verb&& verb) const {
-    if (over_gloo_ != nullptr) {
-      return over_gloo_->agree(
-          message, [backend = backend_, verb](int peer) mutable { return verb(*backend, peer); });
-    }
-    const auto peer = static_cast<int>(message.peer);
-    return start([&](auto& backend) { return verb(backend, peer); });
-  }
   // A message as a work that any number of threads can ask and wait for.
   WorkPtr askable(WorkPtr work) const {
     return gloo_ && over_gloo_ == nullptr ? with_patience(std::move(work)) : work;
@@ -244,23 +202,128 @@ class Channel {
     return gloo_ || nccl_ ? Finish() : Finish([t = alias_of(t)] {});
   }
 
-  const Group& group() const {
-    return group_;
+  int64_t rank() const {
+    return place_.rank();
+  }
+  int64_t size() const {
+    return place_.size();
+  }
+
+ protected:
+  // Ranks agree before they send anything, and what they call in flight begins in its turn.
+  OverGloo* over_gloo() const {
+    return over_gloo_;
+  }
+  // Around calls that start as one, which the work of the second holds.
+  void begin_batch(c10::DeviceType device) const {
+    backend_ ? backend_->startCoalescing() : process_group_->startCoalescing(device);
+  }
+  WorkPtr end_batch(c10::DeviceType device) const {
+    return backend_ ? backend_->endCoalescing() : process_group_->endCoalescing(device);
+  }
+  Subscribe subscribe() const {
+    return !has_future_ ? nullptr : process_group_ ? &subscribe_if_possible : &subscribe_to_future;
   }
 
  private:
-  std::string_view op_;
-  const Group& group_;
-  c10::OptionalDeviceGuard device_guard_;
+  std::string_view op_;  // the names of ops are literals
+  Group place_;
   c10::intrusive_ptr<c10d::Backend> backend_;
   c10d::ProcessGroup* process_group_ = nullptr;
   OverGloo* over_gloo_ = nullptr;
-  std::optional<Called> called_;
+  std::optional<std::chrono::milliseconds> timeout_;
   bool gloo_ = false;
   bool nccl_ = false;
   bool complete_ = false;
   bool has_future_ = false;
   bool timed_ = false;
+};
+
+struct Held {
+  at::Tensor source;
+  at::Tensor out;
+};
+
+// How one call reaches the backend that serves a device in a group.
+class Channel : public Carrier {
+ public:
+  Channel(std::string_view op, const Group& group, const at::Tensor& t)
+      : Carrier(op, group, t), op_(op), group_(group) {
+    if (!t.is_cpu()) {
+      device_guard_.reset_device(t.device());
+    }
+  }
+
+  // What the ranks must agree on before run(), where the group is one in which they are asked.
+  template <class Say>
+  void say(Say&& what) {
+    if (over_gloo() != nullptr) {
+      const auto* claim = Claim::here();
+      called_ = claim != nullptr ? *claim->called() : what();
+    }
+  }
+
+  // A tensor as run() may keep it.
+  at::Tensor hold(const at::Tensor& t) {
+    if (!called_) {
+      return t;
+    }
+    bytes_ += t.nbytes();
+    return alias_of(t);
+  }
+  Tensors hold(at::TensorList tensors) {
+    Tensors held;
+    held.reserve(tensors.size());
+    for (const auto& t : tensors) {
+      held.push_back(hold(t));
+    }
+    return held;
+  }
+  // One tensor stays one.
+  Held hold(const at::Tensor& source, const at::Tensor& out) {
+    const at::Tensor held = hold(out);
+    return {source.is_same(out) ? held : hold(source), held};
+  }
+
+  // Starts what `begin`, given the carrier, does, and attaches it to `outs`. Where the ranks have
+  // to agree that is later and on another thread, in the order of their calls: `begin` then finds
+  // in the tensors what the calls before it have left there.
+  template <class Begin>
+  void run(at::TensorList outs, Begin&& begin) {
+    if (called_) {
+      const WorkPtr work =
+          over_gloo()->agree(op_, std::move(*called_), bytes_ <= kQuick,
+                             [carrier = static_cast<const Carrier&>(*this),
+                              begin = std::forward<Begin>(begin)] { return begin(carrier); });
+      attach(op_, group_, outs, work, Finish(), &subscribe_to_future);
+      return;
+    }
+    Started started = begin(static_cast<const Carrier&>(*this));
+    attach(op_, group_, outs, started.work, std::move(started.finish), subscribe());
+  }
+
+  // Messages start at once. `verb` is told who has the message's other end.
+  template <class Verb>
+  WorkPtr start_message(const Message& message, Verb&& verb) const {
+    if (over_gloo() != nullptr) {
+      return over_gloo()->agree(
+          message, [carrier = static_cast<const Carrier&>(*this), verb](int peer) mutable {
+            return carrier.start([&](auto& backend) { return verb(backend, peer); });
+          });
+    }
+    const auto peer = static_cast<int>(message.peer);
+    return start([&](auto& backend) { return verb(backend, peer); });
+  }
+  using Carrier::begin_batch;
+  using Carrier::end_batch;
+
+ private:
+  std::string_view op_;
+  const Group& group_;
+  c10::OptionalDeviceGuard device_guard_;
+  std::optional<Called> called_;
+  static constexpr size_t kQuick = size_t{1} << 20;
+  size_t bytes_ = 0;  // held, and to be copied at most
 };
 
 c10d::ReduceOp wire_op_of(ReduceOp op) {
@@ -307,19 +370,6 @@ std::pair<at::Tensor, Finish> landing(const at::Tensor& out) {
   }
   at::Tensor buffer = at::empty(out.sizes(), out.options());
   return {buffer, [buffer, out = alias_of(out)] { copy_values(out, buffer); }};
-}
-
-Finish then(Finish first, Finish second) {
-  if (!first) {
-    return second;
-  }
-  if (!second) {
-    return first;
-  }
-  return [first = std::move(first), second = std::move(second)] {
-    first();
-    second();
-  };
 }
 
 // premul_sum: a rank's values times its factor, ready for the wire.
@@ -448,70 +498,69 @@ std::vector<int64_t> elements_of(c10::IntArrayRef rows, int64_t row) {
   return elements;
 }
 
-Started all_to_all_bytes(const Channel& channel, const at::Tensor& source_bytes,
+Started all_to_all_bytes(const Carrier& carrier, const at::Tensor& source_bytes,
                          const at::Tensor& out_bytes, std::vector<int64_t> out_splits,
                          std::vector<int64_t> in_splits) {
   at::Tensor in = source_bytes;
   at::Tensor out = out_bytes;
-  const auto options = options_of_call<c10d::AllToAllOptions>();
-  WorkPtr work = channel.start([=](auto& backend) mutable {
+  const auto options = carrier.options<c10d::AllToAllOptions>();
+  WorkPtr work = carrier.start([&](auto& backend) {
     return backend.alltoall_base(out, in, out_splits, in_splits, options);
   });
-  return {work, channel.keep(in)};
+  return {work, carrier.keep(in)};
 }
 
-Started all_gather_bytes(const Channel& channel, const at::Tensor& source_bytes,
+Started all_gather_bytes(const Carrier& carrier, const at::Tensor& source_bytes,
                          const at::Tensor& out_bytes) {
-  const int64_t ranks = channel.group().size();
-  if (!channel.has_all_gather()) {
+  const int64_t ranks = carrier.size();
+  if (!carrier.has_all_gather()) {
     const std::vector<int64_t> splits(ranks, source_bytes.numel());
-    return all_to_all_bytes(channel, source_bytes.repeat({ranks}), out_bytes, splits, splits);
+    return all_to_all_bytes(carrier, source_bytes.repeat({ranks}), out_bytes, splits, splits);
   }
   at::Tensor in = source_bytes;
   at::Tensor out = out_bytes;
-  const auto options = options_of_call<c10d::AllgatherOptions>();
-  WorkPtr work = channel.start(
-      [=](auto& backend) mutable { return backend._allgather_base(out, in, options); });
-  return {work, channel.keep(in)};
+  const auto options = carrier.options<c10d::AllgatherOptions>();
+  WorkPtr work =
+      carrier.start([&](auto& backend) { return backend._allgather_base(out, in, options); });
+  return {work, carrier.keep(in)};
 }
 
-Started gather_and_reduce(const Channel& channel, const at::Tensor& source, const at::Tensor& out,
+Started gather_and_reduce(const Carrier& carrier, const at::Tensor& source, const at::Tensor& out,
                           const Reduction& reduction, ReductionPlan plan) {
-  const int64_t ranks = channel.group().size();
+  const int64_t ranks = carrier.size();
   const Contribution sent = contribution(source, reduction, plan);
   const at::Tensor in = bytes_of(sent.values);
   const at::Tensor all = empty_bytes(ranks * in.numel(), in);
-  Started started = all_gather_bytes(channel, in, all);
+  Started started = all_gather_bytes(carrier, in, all);
   started.finish =
       then(std::move(started.finish), reduce_rows_later(all, sent, reduction, plan, out, ranks));
   return started;
 }
 
-Started all_reduce(const Channel& channel, const at::Tensor& source, const at::Tensor& out,
+Started all_reduce(const Carrier& carrier, const at::Tensor& source, const at::Tensor& out,
                    const Reduction& reduction) {
-  ReductionPlan plan = channel.plan(reduction, out.scalar_type());
+  ReductionPlan plan = carrier.plan(reduction, out.scalar_type());
   if (plan.local_only) {
-    return gather_and_reduce(channel, source, out, reduction, plan);
+    return gather_and_reduce(carrier, source, out, reduction, plan);
   }
   const auto [wire, in_place] = to_wire(source, out, reduction, plan);
-  const bool divide = reduction.op == ReduceOp::Avg && !channel.has_avg(false);
-  auto options = options_of_call<c10d::AllreduceOptions>();
+  const bool divide = reduction.op == ReduceOp::Avg && !carrier.has_avg(false);
+  auto options = carrier.options<c10d::AllreduceOptions>();
   options.reduceOp = wire_op_of(divide ? ReduceOp::Sum : plan.wire_op);
   Tensors tensors{wire};
-  WorkPtr work =
-      channel.start([=](auto& backend) mutable { return backend.allreduce(tensors, options); });
+  WorkPtr work = carrier.start([&](auto& backend) { return backend.allreduce(tensors, options); });
   Finish finish;
   if (!in_place || divide) {
-    finish = decode_later(wire, plan, out, divide ? channel.group().size() : 1);
+    finish = decode_later(wire, plan, out, divide ? carrier.size() : 1);
   }
   return {work, std::move(finish)};
 }
 
 // `chunk_bytes`: what each rank receives of this rank's contribution, rank by rank, in bytes.
-Started exchange_and_reduce(const Channel& channel, const at::Tensor& source, const at::Tensor& out,
+Started exchange_and_reduce(const Carrier& carrier, const at::Tensor& source, const at::Tensor& out,
                             const Reduction& reduction, c10::IntArrayRef chunk_elements) {
-  const int64_t ranks = channel.group().size();
-  ReductionPlan plan = channel.plan(reduction, out.scalar_type());
+  const int64_t ranks = carrier.size();
+  ReductionPlan plan = carrier.plan(reduction, out.scalar_type());
   const Contribution sent = contribution(source, reduction, plan);
   const at::Tensor in = bytes_of(sent.values);
   const int64_t elements = count_of(chunk_elements);
@@ -520,9 +569,9 @@ Started exchange_and_reduce(const Channel& channel, const at::Tensor& source, co
   for (int64_t i = 0; i < ranks; ++i) {
     in_splits[i] = chunk_elements[i] * width;
   }
-  const int64_t mine = in_splits[channel.group().rank()];
+  const int64_t mine = in_splits[carrier.rank()];
   const at::Tensor received = empty_bytes(ranks * mine, in);
-  Started started = all_to_all_bytes(channel, in, received, std::vector<int64_t>(ranks, mine),
+  Started started = all_to_all_bytes(carrier, in, received, std::vector<int64_t>(ranks, mine),
                                      std::move(in_splits));
   if (mine != 0) {
     started.finish = then(std::move(started.finish),
@@ -531,27 +580,27 @@ Started exchange_and_reduce(const Channel& channel, const at::Tensor& source, co
   return started;
 }
 
-Started reduce_scatter(const Channel& channel, const at::Tensor& source, const at::Tensor& out,
+Started reduce_scatter(const Carrier& carrier, const at::Tensor& source, const at::Tensor& out,
                        const Reduction& reduction) {
-  const int64_t ranks = channel.group().size();
-  ReductionPlan plan = channel.plan(reduction, out.scalar_type());
-  if (!channel.has_reduce_scatter() || plan.local_only) {
-    return exchange_and_reduce(channel, source, out, reduction,
+  const int64_t ranks = carrier.size();
+  ReductionPlan plan = carrier.plan(reduction, out.scalar_type());
+  if (!carrier.has_reduce_scatter() || plan.local_only) {
+    return exchange_and_reduce(carrier, source, out, reduction,
                                std::vector<int64_t>(ranks, out.numel()));
   }
   at::Tensor in =
       reduction.factor ? scaled(source, reduction, plan) : encode(source, plan, /*may_alias=*/true);
-  const bool divide = reduction.op == ReduceOp::Avg && !channel.has_avg(false);
+  const bool divide = reduction.op == ReduceOp::Avg && !carrier.has_avg(false);
   const bool direct = plan.encoding == ReductionPlan::Encoding::Reinterpret && is_dense(out) &&
                       out.is_complex() == source.is_complex() && !reduction.factor && !divide;
   in = in.view({-1});
   at::Tensor wire = direct ? encode(out, plan, /*may_alias=*/true).view({-1})
                            : at::empty({in.numel() / ranks}, in.options());
-  auto options = options_of_call<c10d::ReduceScatterOptions>();
+  auto options = carrier.options<c10d::ReduceScatterOptions>();
   options.reduceOp = wire_op_of(divide ? ReduceOp::Sum : plan.wire_op);
   WorkPtr work =
-      channel.start([&](auto& backend) { return backend._reduce_scatter_base(wire, in, options); });
-  Finish finish = channel.keep(in);
+      carrier.start([&](auto& backend) { return backend._reduce_scatter_base(wire, in, options); });
+  Finish finish = carrier.keep(in);
   if (!direct) {
     const bool pairs = out.is_complex() && !c10::isComplexType(plan.wire_dtype);
     finish = then(std::move(finish),
@@ -561,25 +610,25 @@ Started reduce_scatter(const Channel& channel, const at::Tensor& source, const a
 }
 
 // The verb that torch.distributed.barrier calls, so that the ranks that call that are met.
-Started barrier(const Channel& channel, const at::Device& device) {
-  if (channel.has_barrier()) {
-    auto options = options_of_call<c10d::BarrierOptions>();
+Started barrier(const Carrier& carrier, const at::Device& device) {
+  if (carrier.has_barrier()) {
+    auto options = carrier.options<c10d::BarrierOptions>();
     options.device = device;
     if (device.has_index()) {
       options.device_ids = {device.index()};
     }
     try {
-      return {channel.start([=](auto& backend) { return backend.barrier(options); }), Finish()};
+      return {carrier.start([&](auto& backend) { return backend.barrier(options); }), Finish()};
     } catch (const InvalidArgument&) {
-      if (channel.has_rooted()) {
+      if (carrier.has_rooted()) {
         throw;
       }
       // A process group written in Python that does not define it.
     }
   }
   Tensors token{at::zeros({1}, at::dtype(at::kFloat).device(device))};
-  WorkPtr work = channel.start([&](auto& backend) { return backend.allreduce(token); });
-  return {work, channel.keep(token[0])};
+  WorkPtr work = carrier.start([&](auto& backend) { return backend.allreduce(token); });
+  return {work, carrier.keep(token[0])};
 }
 
 // The values of several tensors of one dtype, one after the other.
@@ -625,6 +674,236 @@ Tensors columns(const at::Tensor& matrix, at::TensorList widths_of, int64_t divi
   return parts;
 }
 
+Started all_reduce_coalesced(const Carrier& carrier, at::TensorList sources, at::TensorList outs,
+                             const Reduction& reduction) {
+  const ReductionPlan plan = carrier.plan(reduction, outs.front().scalar_type());
+  if (carrier.has_coalesced() && !plan.local_only) {
+    Tensors wires;
+    Finish finish;
+    for (size_t i = 0; i < outs.size(); ++i) {
+      ReductionPlan own = plan;
+      const auto [wire, in_place] = to_wire(sources[i], outs[i], reduction, own);
+      wires.push_back(wire);
+      if (!in_place) {
+        finish = then(std::move(finish), decode_later(wire, own, outs[i], 1));
+      }
+    }
+    auto options = carrier.options<c10d::AllreduceCoalescedOptions>();
+    options.reduceOp = wire_op_of(plan.wire_op);
+    WorkPtr work =
+        carrier.start([&](auto& backend) { return backend.allreduce_coalesced(wires, options); });
+    return {work, std::move(finish)};
+  }
+  const at::Tensor flat = flattened(sources);
+  Started started = all_reduce(carrier, flat, flat, reduction);
+  started.finish = then(std::move(started.finish), unflatten_later(flat, outs));
+  return started;
+}
+
+Started reduce(const Carrier& carrier, const at::Tensor& source, const at::Tensor& out,
+               const Reduction& reduction, int64_t dst) {
+  const bool receives = carrier.rank() == dst;
+  ReductionPlan plan = carrier.plan(reduction, out.scalar_type());
+  if (plan.local_only && !carrier.has_rooted()) {
+    return gather_and_reduce(carrier, source, receives ? out : at::empty_like(out), reduction,
+                             plan);
+  }
+  if (plan.local_only) {
+    const Contribution sent = contribution(source, reduction, plan);
+    Tensors in{bytes_of(sent.values)};
+    const at::Tensor all = receives ? empty_bytes(carrier.size() * in[0].numel(), in[0]) : in[0];
+    std::vector<Tensors> lists;
+    if (receives) {
+      lists.push_back(rows_of(all, carrier.size()));
+    }
+    auto options = carrier.options<c10d::GatherOptions>();
+    options.rootRank = dst;
+    WorkPtr work = carrier.start([&](auto& backend) { return backend.gather(lists, in, options); });
+    Finish finish = carrier.keep(in[0]);
+    if (receives) {
+      finish = then(std::move(finish),
+                    reduce_rows_later(all, sent, reduction, plan, out, carrier.size()));
+    }
+    return {work, std::move(finish)};
+  }
+  // A backend may scribble over the buffers of the ranks that only send.
+  const auto [wire, in_place] =
+      receives ? to_wire(source, out, reduction, plan)
+               : std::pair<at::Tensor, bool>(reduction.factor
+                                                 ? scaled(source, reduction, plan)
+                                                 : encode(source, plan, /*may_alias=*/false),
+                                             false);
+  const bool divide = reduction.op == ReduceOp::Avg && !carrier.has_avg(true);
+  auto to_all = carrier.options<c10d::AllreduceOptions>();
+  auto to_one = carrier.options<c10d::ReduceOptions>();
+  to_all.reduceOp = to_one.reduceOp = wire_op_of(divide ? ReduceOp::Sum : plan.wire_op);
+  to_one.rootRank = dst;
+  Tensors tensors{wire};
+  WorkPtr work = carrier.start([&](auto& backend) {
+    return carrier.has_rooted() ? backend.reduce(tensors, to_one)
+                                : backend.allreduce(tensors, to_all);
+  });
+  Finish finish;
+  if (!receives) {
+    finish = carrier.keep(wire);
+  } else if (!in_place || divide) {
+    finish = decode_later(wire, plan, out, divide ? carrier.size() : 1);
+  }
+  return {work, std::move(finish)};
+}
+
+Started all_gather_coalesced(const Carrier& carrier, at::TensorList sources, at::TensorList outs) {
+  if (carrier.has_coalesced()) {
+    Tensors ins;
+    Tensors buffers;
+    Finish finish;
+    for (size_t i = 0; i < outs.size(); ++i) {
+      if (outs[i].numel() == 0) {
+        continue;
+      }
+      ins.push_back(bytes_of(dense(sources[i])));
+      auto [buffer, copy] = landing(outs[i]);
+      buffers.push_back(bytes_of(buffer));
+      finish = then(std::move(finish), std::move(copy));
+    }
+    WorkPtr work = carrier.start(
+        [&](auto& backend) { return backend.allgather_into_tensor_coalesced(buffers, ins); });
+    return {work, std::move(finish)};
+  }
+  const int64_t ranks = carrier.size();
+  const at::Tensor flat = flattened(sources);
+  const at::Tensor all = at::empty({ranks, flat.numel()}, flat.options());
+  Started started = all_gather_bytes(carrier, bytes_of(flat), bytes_of(all));
+  started.finish = then(std::move(started.finish), [all, outs = aliases_of(outs), ranks] {
+    const Tensors parts = columns(all, outs, ranks);
+    for (size_t i = 0; i < outs.size(); ++i) {
+      const at::Tensor& out = outs[i];
+      copy_values(is_dense(out) ? out.view({ranks, -1}) : out, parts[i]);
+    }
+  });
+  return started;
+}
+
+Started all_gather_uneven(const Carrier& carrier, const at::Tensor& source, const at::Tensor& out,
+                          c10::IntArrayRef sizes) {
+  auto [buffer, finish] = landing(out);
+  const at::Tensor in = bytes_of(dense(source));
+  const at::Tensor all = bytes_of(buffer);
+  const int64_t width = all.numel() / count_of(sizes);
+  std::vector<int64_t> splits(sizes.begin(), sizes.end());
+  for (auto& split : splits) {
+    split *= width;
+  }
+  Started started;
+  if (carrier.has_all_gather() && std::equal(splits.begin() + 1, splits.end(), splits.begin())) {
+    // Other ranks may have called what takes no sizes.
+    started = all_gather_bytes(carrier, in, all);
+  } else if (carrier.has_uneven_lists()) {
+    std::vector<Tensors> lists{all.split_with_sizes(splits)};
+    Tensors ins{in};
+    started.work = carrier.start([&](auto& backend) { return backend.allgather(lists, ins); });
+    started.finish = carrier.keep(in);
+  } else {
+    // Everyone sends its rows to everyone: exactly the bytes needed on the wire, no padding.
+    const at::Tensor copies = in.repeat({carrier.size()});
+    started = all_to_all_bytes(carrier, copies, all, splits,
+                               std::vector<int64_t>(carrier.size(), in.numel()));
+  }
+  started.finish = then(std::move(started.finish), std::move(finish));
+  return started;
+}
+
+Started reduce_scatter_coalesced(const Carrier& carrier, at::TensorList sources,
+                                 at::TensorList outs, const Reduction& reduction) {
+  // Row i: what rank i receives of every tensor. One exchange whatever the number of tensors.
+  const int64_t ranks = carrier.size();
+  int64_t width = 0;
+  for (const auto& out : outs) {
+    width += out.numel();
+  }
+  const at::Tensor flat = at::empty({ranks, width}, sources.front().options());
+  const Tensors parts = columns(flat, outs, 1);
+  for (size_t i = 0; i < sources.size(); ++i) {
+    parts[i].copy_(dense(sources[i]).view({ranks, -1}));
+  }
+  const at::Tensor reduced = at::empty({width}, flat.options());
+  Started started = reduce_scatter(carrier, flat, reduced, reduction);
+  started.finish = then(std::move(started.finish), unflatten_later(reduced, outs));
+  return started;
+}
+
+Started broadcast(const Carrier& carrier, const at::Tensor& source, const at::Tensor& out,
+                  int64_t src) {
+  auto [buffer, finish] = landing(out);
+  if (carrier.rank() == src && !source.is_same(buffer)) {
+    copy_values(buffer, source);
+  }
+  auto options = carrier.options<c10d::BroadcastOptions>();
+  options.rootRank = src;
+  Tensors tensors{bytes_of(buffer)};
+  WorkPtr work = carrier.start([&](auto& backend) { return backend.broadcast(tensors, options); });
+  return {work, std::move(finish)};
+}
+
+Started gather(const Carrier& carrier, const at::Tensor& source, const at::Tensor& out,
+               int64_t dst) {
+  const int64_t ranks = carrier.size();
+  const bool receives = carrier.rank() == dst;
+  Tensors in{bytes_of(dense(source))};
+  if (!carrier.has_rooted_parts()) {
+    // Everyone sends to one rank, and nothing to the others.
+    std::vector<int64_t> in_splits(ranks, 0);
+    in_splits[dst] = in[0].numel();
+    auto [buffer, copy] = landing(out);
+    Started started =
+        all_to_all_bytes(carrier, in[0], bytes_of(buffer),
+                         std::vector<int64_t>(ranks, receives ? in[0].numel() : 0), in_splits);
+    started.finish = then(std::move(started.finish), std::move(copy));
+    return started;
+  }
+  std::vector<Tensors> lists;
+  Finish finish = carrier.keep(in[0]);
+  if (receives) {
+    auto [buffer, copy] = landing(out);
+    lists.push_back(rows_of(bytes_of(buffer), ranks));
+    finish = then(std::move(finish), std::move(copy));
+  }
+  auto options = carrier.options<c10d::GatherOptions>();
+  options.rootRank = dst;
+  WorkPtr work = carrier.start([&](auto& backend) { return backend.gather(lists, in, options); });
+  return {work, std::move(finish)};
+}
+
+Started scatter(const Carrier& carrier, const at::Tensor& source, const at::Tensor& out,
+                int64_t src) {
+  const int64_t ranks = carrier.size();
+  const bool sends = carrier.rank() == src;
+  auto [buffer, finish] = landing(out);
+  Tensors received{bytes_of(buffer)};
+  if (!carrier.has_rooted_parts()) {
+    // One rank sends to everyone, the others send nothing.
+    std::vector<int64_t> out_splits(ranks, 0);
+    out_splits[src] = received[0].numel();
+    const at::Tensor in = sends ? bytes_of(dense(source)) : empty_bytes(0, received[0]);
+    Started started =
+        all_to_all_bytes(carrier, in, received[0], std::move(out_splits),
+                         std::vector<int64_t>(ranks, sends ? received[0].numel() : 0));
+    started.finish = then(std::move(started.finish), std::move(finish));
+    return started;
+  }
+  std::vector<Tensors> lists;
+  if (sends) {
+    const at::Tensor in = dense(source);
+    lists.push_back(rows_of(bytes_of(in), ranks));
+    finish = then(carrier.keep(in), std::move(finish));
+  }
+  auto options = carrier.options<c10d::ScatterOptions>();
+  options.rootRank = src;
+  WorkPtr work =
+      carrier.start([&](auto& backend) { return backend.scatter(received, lists, options); });
+  return {work, std::move(finish)};
+}
+
 }  // namespace
 
 void start_all_reduce(std::string_view op, const Group& group, const at::Tensor& source,
@@ -643,7 +922,10 @@ void start_all_reduce(std::string_view op, const Group& group, const at::Tensor&
   Channel channel(op, group, out);
   channel.say(
       [&] { return called(Verb::AllReduce, out, out.numel()).reduced_by(name_of(reduction.op)); });
-  channel.attach(out, all_reduce(channel, source, out, reduction));
+  const Held held = channel.hold(source, out);
+  channel.run(out, [=](const Carrier& carrier) {
+    return all_reduce(carrier, held.source, held.out, reduction);
+  });
 }
 
 void start_all_reduce_coalesced(std::string_view op, const Group& group, at::TensorList sources,
@@ -667,29 +949,11 @@ void start_all_reduce_coalesced(std::string_view op, const Group& group, at::Ten
         .of_members(counts_of(outs))
         .reduced_by(name_of(reduction.op));
   });
-  ReductionPlan plan = channel.plan(reduction, outs.front().scalar_type());
-  if (channel.has_coalesced() && !plan.local_only) {
-    Tensors wires;
-    Finish finish;
-    for (size_t i = 0; i < outs.size(); ++i) {
-      ReductionPlan own = plan;
-      const auto [wire, in_place] = to_wire(sources[i], outs[i], reduction, own);
-      wires.push_back(wire);
-      if (!in_place) {
-        finish = then(std::move(finish), decode_later(wire, own, outs[i], 1));
-      }
-    }
-    auto options = options_of_call<c10d::AllreduceCoalescedOptions>();
-    options.reduceOp = wire_op_of(plan.wire_op);
-    WorkPtr work =
-        channel.start([&](auto& backend) { return backend.allreduce_coalesced(wires, options); });
-    channel.attach(outs, {work, std::move(finish)});
-    return;
-  }
-  const at::Tensor flat = flattened(sources);
-  Started started = all_reduce(channel, flat, flat, reduction);
-  started.finish = then(std::move(started.finish), unflatten_later(flat, outs));
-  channel.attach(outs, std::move(started));
+  const Tensors ins = channel.hold(sources);
+  const Tensors results = channel.hold(outs);
+  channel.run(outs, [=](const Carrier& carrier) {
+    return all_reduce_coalesced(carrier, ins, results, reduction);
+  });
 }
 
 void start_reduce(std::string_view op, const Group& group, const at::Tensor& source,
@@ -709,56 +973,10 @@ void start_reduce(std::string_view op, const Group& group, const at::Tensor& sou
   channel.say([&] {
     return called(Verb::Reduce, out, out.numel()).reduced_by(name_of(reduction.op)).rooted_at(dst);
   });
-  const bool receives = group.rank() == dst;
-  ReductionPlan plan = channel.plan(reduction, out.scalar_type());
-  if (plan.local_only && !channel.has_rooted()) {
-    channel.attach(out, gather_and_reduce(channel, source, receives ? out : at::empty_like(out),
-                                          reduction, plan));
-    return;
-  }
-  if (plan.local_only) {
-    const Contribution sent = contribution(source, reduction, plan);
-    Tensors in{bytes_of(sent.values)};
-    const at::Tensor all = receives ? empty_bytes(group.size() * in[0].numel(), in[0]) : in[0];
-    std::vector<Tensors> lists;
-    if (receives) {
-      lists.push_back(rows_of(all, group.size()));
-    }
-    auto options = options_of_call<c10d::GatherOptions>();
-    options.rootRank = dst;
-    WorkPtr work =
-        channel.start([=](auto& backend) mutable { return backend.gather(lists, in, options); });
-    Finish finish = channel.keep(in[0]);
-    if (receives) {
-      finish =
-          then(std::move(finish), reduce_rows_later(all, sent, reduction, plan, out, group.size()));
-    }
-    channel.attach(out, {work, std::move(finish)});
-    return;
-  }
-  // A backend may scribble over the buffers of the ranks that only send.
-  const auto [wire, in_place] =
-      receives ? to_wire(source, out, reduction, plan)
-               : std::pair<at::Tensor, bool>(reduction.factor
-                                                 ? scaled(source, reduction, plan)
-                                                 : encode(source, plan, /*may_alias=*/false),
-                                             false);
-  const bool divide = reduction.op == ReduceOp::Avg && !channel.has_avg(true);
-  auto to_all = options_of_call<c10d::AllreduceOptions>();
-  auto to_one = options_of_call<c10d::ReduceOptions>();
-  to_all.reduceOp = to_one.reduceOp = wire_op_of(divide ? ReduceOp::Sum : plan.wire_op);
-  to_one.rootRank = dst;
-  WorkPtr work = channel.start(
-      [=, tensors = Tensors{wire}, rooted = channel.has_rooted()](auto& backend) mutable {
-        return rooted ? backend.reduce(tensors, to_one) : backend.allreduce(tensors, to_all);
-      });
-  Finish finish;
-  if (!receives) {
-    finish = channel.keep(wire);
-  } else if (!in_place || divide) {
-    finish = decode_later(wire, plan, out, divide ? group.size() : 1);
-  }
-  channel.attach(out, {work, std::move(finish)});
+  const Held held = channel.hold(source, out);
+  channel.run(out, [=](const Carrier& carrier) {
+    return reduce(carrier, held.source, held.out, reduction, dst);
+  });
 }
 
 void start_all_gather(std::string_view op, const Group& group, const at::Tensor& source,
@@ -779,10 +997,13 @@ void start_all_gather(std::string_view op, const Group& group, const at::Tensor&
     return called(Verb::AllGather, source)
         .gathered(source.numel(), Sizes(group.size(), source.numel()));
   });
-  auto [buffer, finish] = landing(out);
-  Started started = all_gather_bytes(channel, bytes_of(dense(source)), bytes_of(buffer));
-  started.finish = then(std::move(started.finish), std::move(finish));
-  channel.attach(out, std::move(started));
+  const Held held = channel.hold(source, out);
+  channel.run(out, [=](const Carrier& carrier) {
+    auto [buffer, finish] = landing(held.out);
+    Started started = all_gather_bytes(carrier, bytes_of(dense(held.source)), bytes_of(buffer));
+    started.finish = then(std::move(started.finish), std::move(finish));
+    return started;
+  });
 }
 
 void start_all_gather_coalesced(std::string_view op, const Group& group, at::TensorList sources,
@@ -802,36 +1023,10 @@ void start_all_gather_coalesced(std::string_view op, const Group& group, at::Ten
   }
   Channel channel(op, group, outs.front());
   channel.say([&] { return called(Verb::AllGather, sources).of_members(counts_of(sources)); });
-  if (channel.has_coalesced()) {
-    Tensors ins;
-    Tensors buffers;
-    Finish finish;
-    for (size_t i = 0; i < outs.size(); ++i) {
-      if (outs[i].numel() == 0) {
-        continue;
-      }
-      ins.push_back(bytes_of(dense(sources[i])));
-      auto [buffer, copy] = landing(outs[i]);
-      buffers.push_back(bytes_of(buffer));
-      finish = then(std::move(finish), std::move(copy));
-    }
-    WorkPtr work = channel.start(
-        [&](auto& backend) { return backend.allgather_into_tensor_coalesced(buffers, ins); });
-    channel.attach(outs, {work, std::move(finish)});
-    return;
-  }
-  const at::Tensor flat = flattened(sources);
-  const at::Tensor all = at::empty({group.size(), flat.numel()}, flat.options());
-  Started started = all_gather_bytes(channel, bytes_of(flat), bytes_of(all));
-  started.finish =
-      then(std::move(started.finish), [all, outs = aliases_of(outs), ranks = group.size()] {
-        const Tensors parts = columns(all, outs, ranks);
-        for (size_t i = 0; i < outs.size(); ++i) {
-          const at::Tensor& out = outs[i];
-          copy_values(is_dense(out) ? out.view({ranks, -1}) : out, parts[i]);
-        }
-      });
-  channel.attach(outs, std::move(started));
+  const Tensors ins = channel.hold(sources);
+  const Tensors results = channel.hold(outs);
+  channel.run(outs,
+              [=](const Carrier& carrier) { return all_gather_coalesced(carrier, ins, results); });
 }
 
 void start_all_gather_uneven(std::string_view op, const Group& group, const at::Tensor& source,
@@ -854,31 +1049,10 @@ void start_all_gather_uneven(std::string_view op, const Group& group, const at::
     return called(Verb::AllGather, source)
         .gathered(source.numel(), elements_of(sizes, out.numel() / count_of(sizes)));
   });
-  auto [buffer, finish] = landing(out);
-  const at::Tensor in = bytes_of(dense(source));
-  const at::Tensor all = bytes_of(buffer);
-  const int64_t width = all.numel() / count_of(sizes);
-  std::vector<int64_t> splits(sizes.begin(), sizes.end());
-  for (auto& split : splits) {
-    split *= width;
-  }
-  Started started;
-  if (channel.has_all_gather() && std::equal(splits.begin() + 1, splits.end(), splits.begin())) {
-    // Other ranks may have called what takes no sizes.
-    started = all_gather_bytes(channel, in, all);
-  } else if (channel.has_uneven_lists()) {
-    std::vector<Tensors> lists{all.split_with_sizes(splits)};
-    Tensors ins{in};
-    started.work = channel.start([&](auto& backend) { return backend.allgather(lists, ins); });
-    started.finish = channel.keep(in);
-  } else {
-    // Everyone sends its rows to everyone: exactly the bytes needed on the wire, no padding.
-    const at::Tensor copies = in.repeat({group.size()});
-    started = all_to_all_bytes(channel, copies, all, splits,
-                               std::vector<int64_t>(group.size(), in.numel()));
-  }
-  started.finish = then(std::move(started.finish), std::move(finish));
-  channel.attach(out, std::move(started));
+  const Held held = channel.hold(source, out);
+  channel.run(out, [=, rows = sizes.vec()](const Carrier& carrier) {
+    return all_gather_uneven(carrier, held.source, held.out, rows);
+  });
 }
 
 void start_reduce_scatter(std::string_view op, const Group& group, const at::Tensor& source,
@@ -900,7 +1074,10 @@ void start_reduce_scatter(std::string_view op, const Group& group, const at::Ten
         .scattered(Sizes(group.size(), out.numel()), out.numel())
         .reduced_by(name_of(reduction.op));
   });
-  channel.attach(out, reduce_scatter(channel, source, out, reduction));
+  const Held held = channel.hold(source, out);
+  channel.run(out, [=](const Carrier& carrier) {
+    return reduce_scatter(carrier, held.source, held.out, reduction);
+  });
 }
 
 void start_reduce_scatter_coalesced(std::string_view op, const Group& group, at::TensorList sources,
@@ -924,20 +1101,11 @@ void start_reduce_scatter_coalesced(std::string_view op, const Group& group, at:
         .of_members(counts_of(outs))
         .reduced_by(name_of(reduction.op));
   });
-  // Row i: what rank i receives of every tensor. One exchange whatever the number of tensors.
-  int64_t width = 0;
-  for (const auto& out : outs) {
-    width += out.numel();
-  }
-  const at::Tensor flat = at::empty({group.size(), width}, sources.front().options());
-  const Tensors parts = columns(flat, outs, 1);
-  for (size_t i = 0; i < sources.size(); ++i) {
-    parts[i].copy_(dense(sources[i]).view({group.size(), -1}));
-  }
-  const at::Tensor reduced = at::empty({width}, flat.options());
-  Started started = reduce_scatter(channel, flat, reduced, reduction);
-  started.finish = then(std::move(started.finish), unflatten_later(reduced, outs));
-  channel.attach(outs, std::move(started));
+  const Tensors ins = channel.hold(sources);
+  const Tensors results = channel.hold(outs);
+  channel.run(outs, [=](const Carrier& carrier) {
+    return reduce_scatter_coalesced(carrier, ins, results, reduction);
+  });
 }
 
 void start_reduce_scatter_uneven(std::string_view op, const Group& group, const at::Tensor& source,
@@ -962,7 +1130,10 @@ void start_reduce_scatter_uneven(std::string_view op, const Group& group, const 
         .scattered(elements, elements[group.rank()])
         .reduced_by(name_of(reduction.op));
   });
-  channel.attach(out, exchange_and_reduce(channel, source, out, reduction, elements));
+  const Held held = channel.hold(source, out);
+  channel.run(out, [=](const Carrier& carrier) {
+    return exchange_and_reduce(carrier, held.source, held.out, reduction, elements);
+  });
 }
 
 void start_all_to_all(std::string_view op, const Group& group, const at::Tensor& source,
@@ -994,7 +1165,6 @@ void start_all_to_all(std::string_view op, const Group& group, const at::Tensor&
     return called(Verb::AllToAll, out)
         .exchanged(elements_of(input_splits, row), elements_of(output_splits, row));
   });
-  auto [buffer, finish] = landing(out);
   std::vector<int64_t> out_splits(output_splits.begin(), output_splits.end());
   std::vector<int64_t> in_splits(input_splits.begin(), input_splits.end());
   for (auto* splits : {&out_splits, &in_splits}) {
@@ -1002,10 +1172,14 @@ void start_all_to_all(std::string_view op, const Group& group, const at::Tensor&
       split *= width;
     }
   }
-  Started started = all_to_all_bytes(channel, bytes_of(dense(source)), bytes_of(buffer),
-                                     std::move(out_splits), std::move(in_splits));
-  started.finish = then(std::move(started.finish), std::move(finish));
-  channel.attach(out, std::move(started));
+  const Held held = channel.hold(source, out);
+  channel.run(out, [=](const Carrier& carrier) {
+    auto [buffer, finish] = landing(held.out);
+    Started started = all_to_all_bytes(carrier, bytes_of(dense(held.source)), bytes_of(buffer),
+                                       out_splits, in_splits);
+    started.finish = then(std::move(started.finish), std::move(finish));
+    return started;
+  });
 }
 
 void start_broadcast(std::string_view op, const Group& group, const at::Tensor& source,
@@ -1025,16 +1199,9 @@ void start_broadcast(std::string_view op, const Group& group, const at::Tensor& 
   }
   Channel channel(op, group, out);
   channel.say([&] { return called(Verb::Broadcast, out, out.numel()).rooted_at(src); });
-  auto [buffer, finish] = landing(out);
-  if (group.rank() == src && !source.is_same(buffer)) {
-    copy_values(buffer, source);
-  }
-  auto options = options_of_call<c10d::BroadcastOptions>();
-  options.rootRank = src;
-  Tensors tensors{bytes_of(buffer)};
-  WorkPtr work =
-      channel.start([=](auto& backend) mutable { return backend.broadcast(tensors, options); });
-  channel.attach(out, {work, std::move(finish)});
+  const Held held = channel.hold(source, out);
+  channel.run(
+      out, [=](const Carrier& carrier) { return broadcast(carrier, held.source, held.out, src); });
 }
 
 void start_broadcast_coalesced(std::string_view op, const Group& group, at::TensorList sources,
@@ -1057,13 +1224,14 @@ void start_broadcast_coalesced(std::string_view op, const Group& group, at::Tens
   Channel channel(op, group, outs.front());
   channel.say(
       [&] { return called(Verb::Broadcast, outs).of_members(counts_of(outs)).rooted_at(src); });
-  at::Tensor flat = flattened(sources);
-  auto options = options_of_call<c10d::BroadcastOptions>();
-  options.rootRank = src;
-  Tensors tensors{bytes_of(flat)};
-  WorkPtr work =
-      channel.start([=](auto& backend) mutable { return backend.broadcast(tensors, options); });
-  channel.attach(outs, {work, unflatten_later(flat, outs)});
+  const Tensors ins = channel.hold(sources);
+  const Tensors results = channel.hold(outs);
+  channel.run(outs, [=](const Carrier& carrier) {
+    const at::Tensor flat = flattened(ins);
+    Started started = broadcast(carrier, flat, flat, src);
+    started.finish = then(std::move(started.finish), unflatten_later(flat, results));
+    return started;
+  });
 }
 
 void start_gather(std::string_view op, const Group& group, const at::Tensor& source,
@@ -1084,31 +1252,9 @@ void start_gather(std::string_view op, const Group& group, const at::Tensor& sou
     const Sizes parts(group.rank() == dst ? group.size() : 0, source.numel());
     return called(Verb::Gather, source).gathered_at(dst, source.numel(), parts, group.size());
   });
-  Tensors in{bytes_of(dense(source))};
-  if (!channel.has_rooted_parts()) {
-    // Everyone sends to one rank, and nothing to the others.
-    const int64_t ranks = group.size();
-    std::vector<int64_t> in_splits(ranks, 0);
-    in_splits[dst] = in[0].numel();
-    const std::vector<int64_t> out_splits(ranks, group.rank() == dst ? in[0].numel() : 0);
-    auto [buffer, copy] = landing(out);
-    Started started =
-        all_to_all_bytes(channel, in[0], bytes_of(buffer), out_splits, std::move(in_splits));
-    started.finish = then(std::move(started.finish), std::move(copy));
-    channel.attach(out, std::move(started));
-    return;
-  }
-  std::vector<Tensors> lists;
-  Finish finish = channel.keep(in[0]);
-  if (group.rank() == dst) {
-    auto [buffer, copy] = landing(out);
-    lists.push_back(rows_of(bytes_of(buffer), group.size()));
-    finish = then(std::move(finish), std::move(copy));
-  }
-  auto options = options_of_call<c10d::GatherOptions>();
-  options.rootRank = dst;
-  WorkPtr work = channel.start([&](auto& backend) { return backend.gather(lists, in, options); });
-  channel.attach(out, {work, std::move(finish)});
+  const Held held = channel.hold(source, out);
+  channel.run(out,
+              [=](const Carrier& carrier) { return gather(carrier, held.source, held.out, dst); });
 }
 
 void start_scatter(std::string_view op, const Group& group, const at::Tensor& source,
@@ -1129,33 +1275,9 @@ void start_scatter(std::string_view op, const Group& group, const at::Tensor& so
     const Sizes parts(group.rank() == src ? group.size() : 0, out.numel());
     return called(Verb::Scatter, out).scattered_from(src, out.numel(), parts, group.size());
   });
-  auto [buffer, finish] = landing(out);
-  Tensors received{bytes_of(buffer)};
-  if (!channel.has_rooted_parts()) {
-    // One rank sends to everyone, the others send nothing.
-    const int64_t ranks = group.size();
-    const bool sends = group.rank() == src;
-    std::vector<int64_t> out_splits(ranks, 0);
-    out_splits[src] = received[0].numel();
-    const at::Tensor in = sends ? bytes_of(dense(source)) : empty_bytes(0, received[0]);
-    Started started =
-        all_to_all_bytes(channel, in, received[0], std::move(out_splits),
-                         std::vector<int64_t>(ranks, sends ? received[0].numel() : 0));
-    started.finish = then(std::move(started.finish), std::move(finish));
-    channel.attach(out, std::move(started));
-    return;
-  }
-  std::vector<Tensors> lists;
-  if (group.rank() == src) {
-    const at::Tensor in = dense(source);
-    lists.push_back(rows_of(bytes_of(in), group.size()));
-    finish = then(channel.keep(in), std::move(finish));
-  }
-  auto options = options_of_call<c10d::ScatterOptions>();
-  options.rootRank = src;
-  WorkPtr work =
-      channel.start([&](auto& backend) { return backend.scatter(received, lists, options); });
-  channel.attach(out, {work, std::move(finish)});
+  const Held held = channel.hold(source, out);
+  channel.run(out,
+              [=](const Carrier& carrier) { return scatter(carrier, held.source, held.out, src); });
 }
 
 void start_barrier(std::string_view op, const Group& group, const at::Tensor& source,
@@ -1173,7 +1295,8 @@ void start_barrier(std::string_view op, const Group& group, const at::Tensor& so
   }
   Channel channel(op, group, out);
   channel.say([&] { return Called(); });
-  channel.attach(out, barrier(channel, out.device()));
+  channel.run(out,
+              [device = out.device()](const Carrier& carrier) { return barrier(carrier, device); });
 }
 
 std::vector<WorkPtr> start_messages(std::string_view op, const Group& group,

@@ -640,6 +640,19 @@ bool may_query_device() {
 #endif
 }
 
+Finish then(Finish first, Finish second) {
+  if (!first) {
+    return second;
+  }
+  if (!second) {
+    return first;
+  }
+  return [first = std::move(first), second = std::move(second)] {
+    first();
+    second();
+  };
+}
+
 bool subscribe_to_future(c10d::Work& work, std::function<void(std::exception_ptr)> over) {
   work.getFuture()->addCallback([over = std::move(over)](c10::ivalue::Future& future) {
     over(future.hasError() ? future.exception_ptr() : nullptr);
@@ -658,7 +671,7 @@ bool subscribe_if_possible(c10d::Work& work, std::function<void(std::exception_p
 void attach(std::string_view op, const Group& group, at::TensorList outputs,
             const c10::intrusive_ptr<c10d::Work>& work, Finish finish, Subscribe subscribe) {
   if (auto* claim = Claim::here()) {
-    claim->attach(op, group, work, std::move(finish), subscribe);
+    claim->attach(op, group, work, subscribe);
     return;
   }
   const bool cpu = outputs.empty() || outputs.front().is_cpu();
@@ -709,57 +722,47 @@ thread_local Claim* claim_here = nullptr;
 }  // namespace
 
 Claim::Claim(OverGloo& backend, const Called* called, c10d::OpType type,
-             std::vector<at::Tensor> outputs, Finish finish, std::chrono::milliseconds timeout)
+             std::vector<at::Tensor> outputs, Around around, std::chrono::milliseconds timeout)
     : backend_(backend),
       called_(called),
       type_(type),
       timeout_(timeout),
       begun_(Clock::now()),
       outputs_(std::move(outputs)),
-      finish_(std::move(finish)),
-      before_(claim_here) {
+      around_(std::move(around)),
+      outer_(claim_here) {
   claim_here = this;
 }
 
 Claim::~Claim() {
-  claim_here = before_;
+  claim_here = outer_;
 }
 
 Claim* Claim::here() {
   return claim_here;
 }
 
+Begin Claim::around(Begin begin) {
+  return [around = std::exchange(around_, {}), begin = std::move(begin)] {
+    if (around.before) {
+      around.before();
+    }
+    Started started = begin();
+    started.finish = then(std::move(started.finish), around.after);
+    return started;
+  };
+}
+
 void Claim::attach(std::string_view op, const Group& group,
-                   const c10::intrusive_ptr<c10d::Work>& work, Finish finish, Subscribe subscribe) {
-  Finish all = std::move(finish_);
-  if (finish) {
-    all = [first = std::move(finish), second = std::move(all)] {
-      first();
-      if (second) {
-        second();
-      }
-    };
-  }
-  if (!work) {
-    finish_ = std::move(all);
-    return;
-  }
-  auto pending =
-      c10::make_intrusive<PendingWork>(op, group, outputs_, work, std::move(all), subscribe);
+                   const c10::intrusive_ptr<c10d::Work>& work, Subscribe subscribe) {
+  auto pending = c10::make_intrusive<PendingWork>(op, group, outputs_, work, Finish(), subscribe);
   pending->time_as(type_, begun_);
   pending->complete_by_itself();
   work_ = std::move(pending);
 }
 
 c10::intrusive_ptr<c10d::Work> Claim::take() {
-  if (work_) {
-    return std::move(work_);
-  }
-  if (finish_) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
-    finish_();
-  }
-  return c10::make_intrusive<PendingWork>(Facts{type_, -1, milliseconds_since(begun_)}, outputs_);
+  return std::move(work_);
 }
 
 void attach_message(const c10::intrusive_ptr<c10d::Work>& message) {

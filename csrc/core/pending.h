@@ -27,6 +27,15 @@ struct Called;
 // reduce what was gathered). Runs once, below autograd: on the thread that completes a CPU
 // collective, and on the waiting thread's current stream for a CUDA one.
 using Finish = std::function<void()>;
+Finish then(Finish first, Finish second);
+
+// An exchange that a backend has begun, no work where it has nothing to do.
+struct Started {
+  c10::intrusive_ptr<c10d::Work> work;
+  Finish finish;
+};
+// Begins one, on any thread, below autograd.
+using Begin = std::function<Started()>;
 
 // Calls `over` when a backend's work is complete, from whichever thread notices; false where the
 // work cannot tell. Null for one that never can: it is finished by who waits for it or asks.
@@ -53,12 +62,17 @@ void attach(std::string_view op, const Group& group, at::TensorList outputs,
 // writes: attach() leaves no entry anywhere. For one collective, or messages, of a backend.
 class Claim {
  public:
+  // What is done on this rank before the collective reads anything, and after all that it leaves to
+  // do itself.
+  struct Around {
+    Finish before;
+    Finish after;
+  };
   // `backend`: whose verb it is. `called`: what the verb says to the other ranks, null: nothing.
-  // `outputs`: what result() and the future of the work hold. `finish`:
-  // done on this rank after all that the collective itself leaves to do. `timeout`: of the call,
-  // negative: the group's.
+  // `outputs`: what result() and the future of the work hold. `timeout`: of the call, negative: the
+  // group's.
   Claim(OverGloo& backend, const Called* called, c10d::OpType type, std::vector<at::Tensor> outputs,
-        Finish finish, std::chrono::milliseconds timeout);
+        Around around, std::chrono::milliseconds timeout);
   ~Claim();
   Claim(const Claim&) = delete;
   Claim& operator=(const Claim&) = delete;
@@ -79,16 +93,19 @@ class Claim {
     return timeout_;
   }
 
+  // `begin` with what is done before and after. Once.
+  Begin around(Begin begin);
+
   // Whether something is in flight.
   bool has_work() const {
     return work_ != nullptr;
   }
-  // The work, finished already where nothing is in flight. Once.
+  // The work. Once.
   c10::intrusive_ptr<c10d::Work> take();
 
   // attach() under a claim.
   void attach(std::string_view op, const Group& group, const c10::intrusive_ptr<c10d::Work>& work,
-              Finish finish, Subscribe subscribe);
+              Subscribe subscribe);
 
  private:
   OverGloo& backend_;
@@ -97,9 +114,9 @@ class Claim {
   const std::chrono::milliseconds timeout_;
   const std::chrono::steady_clock::time_point begun_;
   std::vector<at::Tensor> outputs_;
-  Finish finish_;
+  Around around_;
   c10::intrusive_ptr<c10d::Work> work_;
-  Claim* const before_;
+  Claim* const outer_;
 };
 
 // A started message as a work of its own, which whoever started it keeps: it is attached to no

@@ -100,7 +100,7 @@ def test_messages_works_and_groups(size: int) -> None:
         *("_sends_and_receives", "_receives_from_anyone", "_many_in_flight"),
         *("_completes_without_a_wait", "_futures", "_durations", "_barriers", "_sequence_numbers"),
         *("_sparse_sums", "_splits", "_shrinks", "_groups_come_and_go", "_single_machine_errors"),
-        "_one_tensor_in_flight",
+        *("_one_tensor_in_flight", "_chains_in_flight"),
         backend="gloo",
     )
 

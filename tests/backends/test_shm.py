@@ -25,6 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 import torch_c10d_ext.distributed as ours
 from tests.backends.verbs import (
     BY_NAME,
+    REDUCE_OPS,
     VERBS,
     How,
     Shape,
@@ -783,9 +784,9 @@ def _splits() -> None:
     group.shutdown()
 
 
-def _one_tensor_in_flight(*more: torch.dtype) -> None:
+def _one_tensor_in_flight() -> None:
     rank, n = dist.get_rank(), dist.get_world_size()
-    for dtype in (torch.float32, torch.int64, *more):
+    for dtype in (torch.float32, torch.int64, torch.bfloat16):
         for count in (1, 100_000):
             x = torch.ones(count, dtype=dtype)
             works = [dist.all_reduce(x, async_op=True) for _ in range(4)]
@@ -804,6 +805,84 @@ def _one_tensor_in_flight(*more: torch.dtype) -> None:
         future = ours.all_reduce(x, async_op=True).get_future()
     future.wait()
     dist.barrier()
+
+
+def _chain(dtype: torch.dtype, count: int, stride: int, waits: bool) -> list[Tensor]:
+    """Calls each of which reads what the one before it writes; all the tensors they leave."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    group = dist.distributed_c10d._get_default_group()
+    name, last = group.group_name, n - 1
+
+    def fresh(rows: int) -> Tensor:
+        return torch.zeros(rows, stride, dtype=dtype)[:, 0]
+
+    x, y, z = fresh(count), fresh(n * count), fresh(n * count)
+    x.copy_((torch.arange(count) + 3 * rank) % 7 - 2)
+    if dtype in (torch.float32, torch.bfloat16):
+        x[:: 3 + rank] = float("nan")
+    parts, others = ([fresh(count) for _ in range(n)] for _ in range(2))
+    at_root = others if rank == 0 else None
+    sparse = torch.eye(4).mul_(rank + 1).to_sparse()
+    reduce_op = "sum" if dtype.is_complex else "max"
+    op = REDUCE_OPS[reduce_op]
+    made = [x]
+
+    def make(call: Callable[..., Tensor], *args: Any) -> None:
+        made.append(call(made[-1], *args, name))
+
+    ops = torch.ops.c10d_ext
+    calls: list[Callable[[], Any]] = [
+        lambda: dist.all_reduce(x, op, None, True),
+        lambda: dist.all_gather(parts, x, None, True),
+        lambda: dist.all_reduce(parts[0], REDUCE_OPS["sum"], None, True),
+        lambda: dist.all_to_all(others, parts, None, True),
+        lambda: dist.broadcast(others[last], last, None, True),
+        lambda: dist.reduce_scatter(x, others, op, None, True),
+        lambda: all_gather_single(y, x, None, True),
+        lambda: dist.all_to_all_single(z, y, None, None, None, True),
+        lambda: reduce_scatter_single(x, z, op, None, True),
+        lambda: dist.reduce(
+            x, 0, REDUCE_OPS["avg" if dtype.is_floating_point else "sum"], None, True
+        ),
+        lambda: dist.broadcast(x, 0, None, True),
+        lambda: dist.gather(x, at_root, 0, None, True),
+        lambda: dist.scatter(x, at_root, 0, None, True),
+        lambda: group.allreduce_coalesced([x, y, z]),
+        lambda: group.allgather_coalesced([[part] for part in parts], [x]),
+        lambda: group.allgather_into_tensor_coalesced([y, z], [x, parts[last]]),
+        lambda: group.reduce_scatter_tensor_coalesced([x, parts[0]], [y, z]),
+        lambda: dist.all_reduce(sparse, REDUCE_OPS["sum"], None, True),
+        lambda: dist.all_reduce(sparse, REDUCE_OPS["avg"], None, True),
+        lambda: make(ops.all_reduce, reduce_op),
+        lambda: make(ops.all_gather_into_tensor, n),
+        lambda: make(ops.reduce_scatter_tensor, reduce_op, n),
+        lambda: make(ops.broadcast, last),
+    ]
+    works = []
+    for call in calls:
+        works.append(call())
+        if waits:
+            works[-1].wait() if works[-1] is not None else ops.wait_tensor(made[-1])
+    for work in reversed(works):
+        if work is not None:
+            work.wait()
+    for tensor in reversed(made[1:]):
+        ops.wait_tensor(tensor)
+    return [x, y, z, *parts, *others, sparse.to_dense(), *made]
+
+
+def _chains_in_flight() -> None:
+    """Calls in flight do what the same calls do that are waited for one by one."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.complex64)
+    for dtype, count, stride in (
+        *((dtype, 13, stride) for dtype in dtypes for stride in (1, 2)),
+        (torch.float32, 300_000, 1),
+        (torch.bfloat16, 300_000, 2),
+    ):
+        waited, in_flight = (_chain(dtype, count, stride, waits) for waits in (True, False))
+        for i, pair in enumerate(zip(waited, in_flight, strict=True)):
+            expected, got = (t.contiguous().view(torch.uint8) for t in pair)
+            assert torch.equal(expected, got), (dtype, count, stride, i, *pair)
 
 
 def _shrinks() -> None:
@@ -832,7 +911,8 @@ def test_groups(size: int) -> None:
 
 @pytest.mark.parametrize("size", (2, 3, 4))
 def test_calls_on_one_tensor_run_in_their_order(size: int) -> None:
-    run(size, _one_tensor_in_flight, torch.bfloat16, backend="shm")
+    run(size, _one_tensor_in_flight, backend="shm")
+    run(size, _chains_in_flight, backend="shm")
 
 
 def _beside_gloo(other: str) -> None:

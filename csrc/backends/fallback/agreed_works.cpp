@@ -1,6 +1,7 @@
 #include "backends/fallback/agreed_works.h"
 
 #include <ATen/ThreadLocalState.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
@@ -14,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "backends/quiet_thread.h"
 #include "backends/shm.h"
 #include "core/failure.h"
 #include "core/gil.h"
@@ -116,28 +118,25 @@ class AgreedWork final : public c10d::Work {
     }
   }
 
-  // All ranks have called it, and `inner` is gloo's work, null where there is nothing to do.
-  void follow(const c10::intrusive_ptr<c10d::Work>& inner, uint64_t seq) {
-    if (!inner) {
-      end(nullptr);
-      if (const auto group = agreement_.lock()) {
-        group->done(seq);
-      }
+  // All ranks have called it, and what they called before is done.
+  void begin(const Begin& begin, uint64_t seq) {
+    Started started;
+    try {
+      at::AutoDispatchBelowADInplaceOrView below_autograd;
+      started = begin();
+    } catch (...) {
+      broke(seq, std::current_exception());
+      return;
+    }
+    if (!started.work) {
+      finish(started.finish, seq);
       return;
     }
     const auto self = c10::intrusive_ptr<AgreedWork>::reclaim_copy(this);
-    subscribe_to_future(*inner, [self, seq](std::exception_ptr error) {
-      const auto group = self->agreement_.lock();
-      if (error && group) {
-        group->broke(seq, text_of(error));
-        return;
-      }
-      // The next one may begin: a future's callback may wait for it.
-      if (group) {
-        group->done(seq);
-      }
-      self->end(error);
-    });
+    subscribe_to_future(*started.work,
+                        [self, seq, last = std::move(started.finish)](std::exception_ptr error) {
+                          error ? self->broke(seq, std::move(error)) : self->finish(last, seq);
+                        });
   }
 
   // The first end is the one that counts.
@@ -213,6 +212,33 @@ class AgreedWork final : public c10d::Work {
   }
 
  private:
+  // gloo has not done it.
+  void broke(uint64_t seq, std::exception_ptr error) {
+    if (const auto group = agreement_.lock()) {
+      group->broke(seq, text_of(error));
+    } else {
+      end(std::move(error));
+    }
+  }
+
+  // gloo has done it.
+  void finish(const Finish& last, uint64_t seq) {
+    std::exception_ptr error;
+    if (last) {
+      try {
+        at::AutoDispatchBelowADInplaceOrView below_autograd;
+        last();
+      } catch (...) {
+        error = std::current_exception();
+      }
+    }
+    // The next one may begin: a future's callback may wait for it.
+    if (const auto group = agreement_.lock()) {
+      group->done(seq);
+    }
+    end(std::move(error));
+  }
+
   const std::string_view op_;  // the names of ops are literals
   const Group place_;
   const std::weak_ptr<Agreement> agreement_;
@@ -328,15 +354,28 @@ constexpr std::chrono::milliseconds kExplained{500};
 
 c10::intrusive_ptr<c10d::Work> start_agreed(const std::shared_ptr<Agreement>& agreement,
                                             const Group& group, std::string_view op, Called called,
-                                            Milliseconds timeout, std::function<WorkPtr()> begin) {
+                                            Milliseconds timeout, bool quick, Begin begin) {
   auto work = c10::make_intrusive<AgreedWork>(op, type_of(called.verb), group, agreement);
   Agreement::Operation operation;
   operation.op = op;
   operation.called = std::move(called);
   operation.timeout = timeout;
-  operation.begin = [work, begin = std::move(begin), state = at::ThreadLocalState()](uint64_t seq) {
-    const at::ThreadLocalStateGuard as_the_caller(state);
-    work->follow(begin(), seq);
+  operation.begin = [work, quick, begin = std::move(begin),
+                     state = at::ThreadLocalState()](uint64_t seq) {
+    const auto run = [work, begin, state, seq] {
+      const at::ThreadLocalStateGuard as_the_caller(state);
+      work->begin(begin, seq);
+    };
+    if (!quick) {
+      // The agreement's thread hears of lost ranks meanwhile.
+      try {
+        quiet_thread("c10d_ext_begin", run).detach();
+        return;
+      } catch (const std::system_error&) {
+        // No thread to be had.
+      }
+    }
+    run();
   };
   operation.fail = [work, name = group.name()](const shm::Failure& failure) {
     work->end(error_of(failure, name));

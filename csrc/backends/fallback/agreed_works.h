@@ -12,14 +12,16 @@
 #include "backends/agreement/agreement.h"
 #include "core/group.h"
 #include "core/messages.h"
+#include "core/pending.h"
 
 namespace c10d_ext {
 
-// A collective that `begin` hands to gloo once all ranks have called it; no work: it is done then.
+// A collective that `begin` hands to gloo once all ranks have called it and what was called before
+// is done; no work: it is done then. `quick`: `begin` takes less than a millisecond.
 c10::intrusive_ptr<c10d::Work> start_agreed(const std::shared_ptr<Agreement>& agreement,
                                             const Group& group, std::string_view op, Called called,
-                                            std::chrono::milliseconds timeout,
-                                            std::function<c10::intrusive_ptr<c10d::Work>()> begin);
+                                            std::chrono::milliseconds timeout, bool quick,
+                                            Begin begin);
 
 struct StartedMessage {
   c10::intrusive_ptr<c10d::Work> work;  // for the caller

@@ -521,6 +521,9 @@ class Engine::Impl : public std::enable_shared_from_this<Engine::Impl> {
     const bool moved = postbox_.advance(outcomes_);
     for (Postbox::Outcome& o : outcomes_) {
       o.operation->source_rank_ = o.source_rank;
+      if (!o.failure) {
+        o.operation->on_arrived();
+      }
       ended.push_back({std::move(o.operation), std::move(o.failure)});
     }
     return moved;
@@ -540,6 +543,9 @@ class Engine::Impl : public std::enable_shared_from_this<Engine::Impl> {
 
   void take_front(std::vector<Ended>& ended, std::optional<Failure> failure) {
     task_ = Task();
+    if (!failure) {
+      queue_.front()->on_arrived();
+    }
     ended.push_back({std::move(queue_.front()), std::move(failure)});
     queue_.pop_front();
   }

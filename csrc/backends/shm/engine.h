@@ -127,9 +127,12 @@ class Operation {
   explicit Operation(Request r, std::chrono::milliseconds t) : request(std::move(r)), timeout(t) {}
   virtual ~Operation() = default;
 
-  // Both are called once, by the thread that drives the engine, and may not throw.
-  // When the work begins. Under the engine's lock: must not take the GIL nor use the engine.
+  // All are called once, by the thread that drives the engine, and may not throw.
+  // Under the engine's lock, and so in the order of collectives; must not take the GIL nor use the
+  // engine. When the work begins: nothing has been read.
   virtual void on_begin() {}
+  // When all has been written, and the next one has not begun. Not of what has failed.
+  virtual void on_arrived() {}
   // Before the operation counts as done, without locks. `failure` is null on success.
   virtual void on_done(const Failure* failure) {
     (void)failure;
