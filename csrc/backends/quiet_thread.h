@@ -8,21 +8,28 @@
 
 namespace c10d_ext {
 
-// A thread that gets no signals: those are for the threads of the program that uses us. `name` has
-// at most 15 characters.
+// While one lives, threads that this one starts get no signals: those are for the threads of the
+// program that uses us.
+class Quiet {
+ public:
+  Quiet() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  ~Quiet() {
+    pthread_sigmask(SIG_SETMASK, &before_, nullptr);
+  }
+  Quiet(const Quiet&) = delete;
+  Quiet& operator=(const Quiet&) = delete;
+
+ private:
+  sigset_t before_;
+};
+
+// A thread that gets no signals. `name` has at most 15 characters.
 template <class Run>
 std::thread quiet_thread(const char* name, Run&& run) {
-  struct Quiet {
-    sigset_t before;
-    Quiet() {
-      sigset_t all;
-      sigfillset(&all);
-      pthread_sigmask(SIG_SETMASK, &all, &before);
-    }
-    ~Quiet() {
-      pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    }
-  };
   const Quiet quiet;
   std::thread thread(std::forward<Run>(run));
   pthread_setname_np(thread.native_handle(), name);

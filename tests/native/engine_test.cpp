@@ -424,6 +424,62 @@ void check_callbacks(int size) {
   });
 }
 
+// An all_reduce that is read from, and written to, what the one before it leaves. `memory` has no
+// lock of its own.
+class Linked final : public Operation {
+ public:
+  Linked(Ints& memory) : Operation(::request(Verb::AllReduce), kPatience), memory_(memory) {
+    copy_.resize(memory.size());
+    request.reduce_op = ReduceOp::Max;
+    request.sources = {buffer(copy_)};
+    request.targets = {buffer(copy_)};
+  }
+  void on_begin() override {
+    copy_ = memory_;
+    begun_ = copy_[0];
+  }
+  void on_arrived() override {
+    expect(memory_[0] == begun_, "in flight: begun before the one before it had arrived");
+    for (size_t i = 0; i < memory_.size(); ++i) {
+      memory_[i] = copy_[i] + 1;
+    }
+  }
+
+ private:
+  Ints& memory_;
+  Ints copy_;
+  int32_t begun_ = 0;
+};
+
+void check_order(int size) {
+  constexpr int kTurns = 100;
+  with_ranks(size, [&](Engine& e) {
+    for (const size_t count : {size_t{1}, size_t{100000}}) {
+      Ints memory(count, e.rank());
+      std::vector<std::shared_ptr<Operation>> flights;
+      for (int turn = 0; turn < kTurns; ++turn) {
+        flights.push_back(std::make_shared<Linked>(memory));
+        e.submit(flights.back());
+      }
+      // Several threads drive the engine, and none of them all of it.
+      std::vector<std::thread> threads;
+      for (int t = 0; t < 2; ++t) {
+        threads.emplace_back([&, t] {
+          for (size_t i = t; i < flights.size(); i += 3) {
+            finish(e, *flights[i], "in flight on one memory");
+          }
+        });
+      }
+      for (auto& t : threads) {
+        t.join();
+      }
+      finish(e, *flights.back(), "the last in flight on one memory");
+      const Ints expected(count, size - 1 + kTurns);
+      expect(memory == expected, "in flight on one memory: wrong values");
+    }
+  });
+}
+
 void check_mismatch(int size) {
   with_ranks(size, [&](Engine& e) {
     const bool odd = e.rank() == e.size() - 1;
@@ -610,6 +666,7 @@ int main() {
     check_flight(size, false);
     check_threads(size);
     check_callbacks(size);
+    check_order(size);
   }
   check_spread();
   check_mismatch(2);

@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <pthread.h>
-#include <signal.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/syscall.h>
@@ -19,6 +18,8 @@
 #include <system_error>
 #include <unordered_map>
 #include <utility>
+
+#include "backends/quiet_thread.h"
 
 namespace c10d_ext::shm {
 
@@ -84,13 +85,11 @@ class Watcher : public std::enable_shared_from_this<Watcher> {
     if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), &event) < 0) {
       fail(errno, "cannot watch the peers' processes");
     }
-    // Signals are for the threads of the program that uses us.
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
     auto self = std::make_unique<std::shared_ptr<Watcher>>(shared_from_this());
-    const int error = pthread_create(&thread_, nullptr, &Watcher::main, self.get());
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    const int error = [&] {
+      const Quiet quiet;
+      return pthread_create(&thread_, nullptr, &Watcher::main, self.get());
+    }();
     if (error != 0) {
       fail(error, "cannot start the thread that watches the peers' processes");
     }
