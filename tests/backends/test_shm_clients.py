@@ -534,7 +534,12 @@ def test_started_by(starter: str, tmp_path: Path) -> None:
             "cpu:shm,cuda:gloo" if starter == "torchrun" else "shm",
             str(tmp_path / "f"),
         ],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(tmp_path),  # where the starters leave what they write
+        },
         capture_output=True,
         text=True,
         timeout=100,
