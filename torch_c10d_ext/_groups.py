@@ -137,6 +137,11 @@ def cpu_backend(pg: dist.ProcessGroup) -> dist.Backend:
     return pg._get_backend(torch.device("cpu"))
 
 
+def is_shm(pg: dist.ProcessGroup) -> bool:
+    """Whether this package's backend serves CPU tensors in a group."""
+    return torch.device("cpu") in pg._device_types and cpu_backend(pg).name() == "shm"
+
+
 # How many groups were made of a group's ranks. Its ranks count alike, so they agree on a name; that
 # torch derives from the number of groups on a rank differs where only some ranks were in others.
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()

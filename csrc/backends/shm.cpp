@@ -1807,7 +1807,9 @@ void ShmBackend::shutdown() {
 
 void bind_shm(pybind11::module_& m) {
   namespace py = pybind11;
-  bind_work<ShmWork>(m, "ShmWork");
+  bind_work<ShmWork>(m, "ShmWork")
+      .def("_get_sequence_number", &ShmWork::getSequencenumber,
+           "The number of the collective, or of the message, among those of its group.");
   bind_work<CoalescedWork>(m, "CoalescedWork");
   m.def(
       "connect_shm",

@@ -226,7 +226,7 @@ void reduce_alone(const at::Tensor& source, const at::Tensor& out, const Reducti
     const at::Tensor wire = scaled(source, reduction, plan);
     decode(wire, plan, out);
   } else if (!source.is_same(out)) {
-    copy_values(out, source);
+    copy_values(out, apart_from(source, out));
   }
 }
 
@@ -238,8 +238,9 @@ std::pair<at::Tensor, Finish> landing(const at::Tensor& out) {
   return {buffer, [buffer, out = alias_of(out)] { copy_values(out, buffer); }};
 }
 
-Started all_reduce(const Carrier& carrier, const at::Tensor& source, const at::Tensor& out,
+Started all_reduce(const Carrier& carrier, const at::Tensor& input, const at::Tensor& out,
                    const Reduction& reduction) {
+  const at::Tensor source = apart_from(input, out);
   ReductionPlan plan = carrier.plan(reduction, out.scalar_type());
   if (plan.local_only) {
     return gather_and_reduce(carrier, source, out, reduction, plan);
@@ -280,8 +281,9 @@ Started exchange_and_reduce(const Carrier& carrier, const at::Tensor& source, co
   return started;
 }
 
-Started reduce_scatter(const Carrier& carrier, const at::Tensor& source, const at::Tensor& out,
+Started reduce_scatter(const Carrier& carrier, const at::Tensor& input, const at::Tensor& out,
                        const Reduction& reduction) {
+  const at::Tensor source = apart_from(input, out);
   const int64_t ranks = carrier.size();
   ReductionPlan plan = carrier.plan(reduction, out.scalar_type());
   if (!carrier.has_reduce_scatter() || plan.local_only) {
@@ -410,7 +412,8 @@ Started reduce(const Carrier& carrier, const at::Tensor& source, const at::Tenso
 
 Started all_gather(const Carrier& carrier, const at::Tensor& source, const at::Tensor& out) {
   auto [buffer, finish] = landing(out);
-  Started started = all_gather_bytes(carrier, bytes_of(dense(source)), bytes_of(buffer));
+  Started started =
+      all_gather_bytes(carrier, bytes_of(dense(apart_from(source, out))), bytes_of(buffer));
   started.finish = then(std::move(started.finish), std::move(finish));
   return started;
 }
@@ -519,8 +522,8 @@ Started broadcast_coalesced(const Carrier& carrier, at::TensorList sources, at::
 Started all_to_all(const Carrier& carrier, const at::Tensor& source, const at::Tensor& out,
                    c10::IntArrayRef out_bytes, c10::IntArrayRef in_bytes) {
   auto [buffer, finish] = landing(out);
-  Started started = all_to_all_bytes(carrier, bytes_of(dense(source)), bytes_of(buffer),
-                                     out_bytes.vec(), in_bytes.vec());
+  Started started = all_to_all_bytes(carrier, bytes_of(dense(apart_from(source, out))),
+                                     bytes_of(buffer), out_bytes.vec(), in_bytes.vec());
   started.finish = then(std::move(started.finish), std::move(finish));
   return started;
 }

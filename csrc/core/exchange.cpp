@@ -270,7 +270,7 @@ void start_all_gather(std::string_view op, const Group& group, const at::Tensor&
     return;
   }
   if (is_alone(group)) {
-    copy_values(out, source);
+    copy_values(out, apart_from(source, out));
     return;
   }
   if (auto* shm = shm_of(group, out)) {
@@ -434,7 +434,7 @@ void start_all_to_all(std::string_view op, const Group& group, const at::Tensor&
     return;
   }
   if (is_alone(group)) {
-    copy_values(out, source);
+    copy_values(out, apart_from(source, out));
     return;
   }
   const auto row = width / static_cast<int64_t>(source.element_size());

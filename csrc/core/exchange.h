@@ -12,10 +12,10 @@
 //
 // Each starts the collective on the backend of the tensors' device and attaches it to `out`'s
 // storage (see pending.h). `source` is read until the collective completes and never written,
-// unless it is `out` itself; `out` may have any strides and conj or neg bits. What the backend
-// cannot do, or does wrongly, is done here from what it can: bytes are moved instead of dtypes it
-// does not know, values are accumulated in a dtype it has, reduce-scatter is an exchange and a
-// local reduction on gloo.
+// unless it is `out` itself or shares memory with it; `out` may have any strides and conj or neg
+// bits. What the backend cannot do, or does wrongly, is done here from what it can: bytes are moved
+// instead of dtypes it does not know, values are accumulated in a dtype it has, reduce-scatter is
+// an exchange and a local reduction on gloo.
 //
 // Meta tensors start nothing, so that one kernel serves real and fake tensors.
 // Callers have checked shapes, ranks and reduce ops, alike on every rank.

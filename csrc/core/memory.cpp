@@ -1,5 +1,6 @@
 #include "core/memory.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <sys/mman.h>
 
 #include <cstdint>
@@ -98,6 +99,13 @@ at::Tensor clone_of(const at::Tensor& source) {
   return C10_UNLIKELY(is_less_than_a_byte(source))
              ? as_bytes(source).clone(at::MemoryFormat::Contiguous).view(source.scalar_type())
              : source.clone(at::MemoryFormat::Contiguous);
+}
+
+at::Tensor apart_from(const at::Tensor& source, const at::Tensor& out) {
+  return source.is_meta() || source.is_same(out) ||
+                 at::get_overlap_status(source, out) == at::MemOverlapStatus::No
+             ? source
+             : clone_of(source);
 }
 
 at::Tensor contiguous(const at::Tensor& source) {

@@ -35,4 +35,7 @@ void copy_values(const at::Tensor& out, const at::Tensor& source);
 at::Tensor clone_of(const at::Tensor& source);
 at::Tensor contiguous(const at::Tensor& source);
 
+// `source`, or a copy of it where writing `out` would overwrite a part of it.
+at::Tensor apart_from(const at::Tensor& source, const at::Tensor& out);
+
 }  // namespace c10d_ext

@@ -86,15 +86,6 @@ inline void check_same_kind(string_view op, const Group& group, const at::Tensor
                        input.device(), ", got ", out.device());
 }
 
-// `input`, or a copy of it where `out` would overwrite it in flight.
-inline at::Tensor apart_from(const at::Tensor& input, const at::Tensor& out) {
-  if (input.is_meta() || input.is_same(out) ||
-      at::get_overlap_status(input, out) == at::MemOverlapStatus::No) {
-    return input;
-  }
-  return clone_of(input);
-}
-
 // A coalesced list travels as one message: one dtype, one device.
 inline void check_list(string_view op, const Group& group, at::TensorList inputs) {
   C10D_EXT_CHECK_VALUE(!inputs.empty(), op, group,

@@ -32,7 +32,7 @@ at::Tensor& all_gather_into_tensor_out(const at::Tensor& input, int64_t group_si
       same_sizes(out.sym_sizes(), out.dim() == input.dim() ? concatenated : stacked), op, group,
       "out must have shape ", c10::SymIntArrayRef(concatenated), " or ",
       c10::SymIntArrayRef(stacked), ", got ", out.sym_sizes());
-  start_all_gather(op, group, apart_from(input, out), out);
+  start_all_gather(op, group, input, out);
   return out;
 }
 

@@ -39,7 +39,7 @@ at::Tensor& all_reduce_out(const at::Tensor& input, string_view reduce_op, strin
                        "out must have input's shape ", input.sym_sizes(), ", got ",
                        out.sym_sizes());
   const Reduction reduction = parse_reduction(op, group, reduce_op, factor, input.scalar_type());
-  start_all_reduce(op, group, apart_from(input, out), out, reduction);
+  start_all_reduce(op, group, input, out, reduction);
   return out;
 }
 

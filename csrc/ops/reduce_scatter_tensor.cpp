@@ -46,7 +46,7 @@ at::Tensor& reduce_scatter_tensor_out(const at::Tensor& input, string_view reduc
       "input must have shape ", c10::SymIntArrayRef(concatenated), " or ",
       c10::SymIntArrayRef(stacked), " for out of shape ", out.sym_sizes(), ", got ",
       input.sym_sizes());
-  start_reduce_scatter(op, group, apart_from(input, out), out, reduction);
+  start_reduce_scatter(op, group, input, out, reduction);
   return out;
 }
 

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -807,7 +808,7 @@ def _one_tensor_in_flight() -> None:
     dist.barrier()
 
 
-def _chain(dtype: torch.dtype, count: int, stride: int, waits: bool) -> list[Tensor]:
+def _chain(api: Any, dtype: torch.dtype, count: int, stride: int, waits: bool) -> list[Tensor]:
     """Calls each of which reads what the one before it writes; all the tensors they leave."""
     rank, n = dist.get_rank(), dist.get_world_size()
     group = dist.distributed_c10d._get_default_group()
@@ -827,32 +828,42 @@ def _chain(dtype: torch.dtype, count: int, stride: int, waits: bool) -> list[Ten
     op = REDUCE_OPS[reduce_op]
     made = [x]
 
-    def make(call: Callable[..., Tensor], *args: Any) -> None:
-        made.append(call(made[-1], *args, name))
-
     ops = torch.ops.c10d_ext
+
+    def make(call: Callable[..., Tensor], *args: Any, out: Tensor | None = None) -> Any:
+        if out is None:
+            made.append(call(made[-1], *args, name))
+            out = made[-1]
+        else:
+            call(*args, name, out=out)
+        return SimpleNamespace(wait=lambda: ops.wait_tensor(out))
+
     calls: list[Callable[[], Any]] = [
-        lambda: dist.all_reduce(x, op, None, True),
-        lambda: dist.all_gather(parts, x, None, True),
-        lambda: dist.all_reduce(parts[0], REDUCE_OPS["sum"], None, True),
-        lambda: dist.all_to_all(others, parts, None, True),
-        lambda: dist.broadcast(others[last], last, None, True),
-        lambda: dist.reduce_scatter(x, others, op, None, True),
-        lambda: all_gather_single(y, x, None, True),
-        lambda: dist.all_to_all_single(z, y, None, None, None, True),
-        lambda: reduce_scatter_single(x, z, op, None, True),
-        lambda: dist.reduce(
+        lambda: api.all_reduce(x, op, None, True),
+        lambda: api.all_gather(parts, x, None, True),
+        lambda: api.all_reduce(parts[0], REDUCE_OPS["sum"], None, True),
+        lambda: api.all_to_all(others, parts, None, True),
+        lambda: api.broadcast(others[last], last, None, True),
+        lambda: api.reduce_scatter(x, others, op, None, True),
+        lambda: all_gather_single(y, x, None, True, api=api),
+        lambda: api.all_to_all_single(z, y, None, None, None, True),
+        lambda: reduce_scatter_single(x, z, op, None, True, api=api),
+        lambda: api.reduce(
             x, 0, REDUCE_OPS["avg" if dtype.is_floating_point else "sum"], None, True
         ),
-        lambda: dist.broadcast(x, 0, None, True),
-        lambda: dist.gather(x, at_root, 0, None, True),
-        lambda: dist.scatter(x, at_root, 0, None, True),
+        lambda: api.broadcast(x, 0, None, True),
+        lambda: api.gather(x, at_root, 0, None, True),
+        lambda: api.scatter(x, at_root, 0, None, True),
         lambda: group.allreduce_coalesced([x, y, z]),
         lambda: group.allgather_coalesced([[part] for part in parts], [x]),
         lambda: group.allgather_into_tensor_coalesced([y, z], [x, parts[last]]),
         lambda: group.reduce_scatter_tensor_coalesced([x, parts[0]], [y, z]),
-        lambda: dist.all_reduce(sparse, REDUCE_OPS["sum"], None, True),
-        lambda: dist.all_reduce(sparse, REDUCE_OPS["avg"], None, True),
+        lambda: api.all_reduce(sparse, REDUCE_OPS["sum"], None, True),
+        lambda: api.all_reduce(sparse, REDUCE_OPS["avg"], None, True),
+        lambda: make(ops.all_gather_into_tensor_out, x, n, out=y),
+        lambda: make(ops.all_to_all_single_out, y, [count] * n, [count] * n, out=z),
+        lambda: make(ops.reduce_scatter_tensor_out, z, reduce_op, n, out=x),
+        lambda: make(ops.all_reduce_out, x, reduce_op, out=parts[0]),
         lambda: make(ops.all_reduce, reduce_op),
         lambda: make(ops.all_gather_into_tensor, n),
         lambda: make(ops.reduce_scatter_tensor, reduce_op, n),
@@ -862,27 +873,24 @@ def _chain(dtype: torch.dtype, count: int, stride: int, waits: bool) -> list[Ten
     for call in calls:
         works.append(call())
         if waits:
-            works[-1].wait() if works[-1] is not None else ops.wait_tensor(made[-1])
+            works[-1].wait()
     for work in reversed(works):
-        if work is not None:
-            work.wait()
-    for tensor in reversed(made[1:]):
-        ops.wait_tensor(tensor)
+        work.wait()
     return [x, y, z, *parts, *others, sparse.to_dense(), *made]
 
 
 def _chains_in_flight() -> None:
     """Calls in flight do what the same calls do that are waited for one by one."""
     dtypes = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.complex64)
-    for dtype, count, stride in (
-        *((dtype, 13, stride) for dtype in dtypes for stride in (1, 2)),
-        (torch.float32, 300_000, 1),
-        (torch.bfloat16, 300_000, 2),
+    for api, dtype, count, stride in (
+        *itertools.product((dist, ours), dtypes, (13,), (1, 2)),
+        (dist, torch.float32, 300_000, 1),
+        (ours, torch.bfloat16, 300_000, 2),
     ):
-        waited, in_flight = (_chain(dtype, count, stride, waits) for waits in (True, False))
+        waited, in_flight = (_chain(api, dtype, count, stride, waits) for waits in (True, False))
         for i, pair in enumerate(zip(waited, in_flight, strict=True)):
             expected, got = (t.contiguous().view(torch.uint8) for t in pair)
-            assert torch.equal(expected, got), (dtype, count, stride, i, *pair)
+            assert torch.equal(expected, got), (api, dtype, count, stride, i, *pair)
 
 
 def _shrinks() -> None:

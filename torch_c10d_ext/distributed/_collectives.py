@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as distributed_c10d
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from torch_c10d_ext import _C
@@ -32,7 +32,7 @@ from torch_c10d_ext._groups import (
     root_of,
     where,
 )
-from torch_c10d_ext.distributed import _delivery
+from torch_c10d_ext.distributed import _delivery, _lists
 from torch_c10d_ext.distributed._coalescing import hold as _hold
 from torch_c10d_ext.distributed._coalescing import open_blocks as _open_blocks
 from torch_c10d_ext.errors import InvalidArgument
@@ -321,6 +321,9 @@ def all_gather(
     _check_tensor("all_gather", "tensor", tensor, name)
     _check_tensors("all_gather", "tensor_list", tensor_list, name, like=tensor)
     _check_one_per_rank("all_gather", "tensor_list", tensor_list, name)
+    if own := _lists.backend(name, [tensor, *tensor_list]):
+        options = _lists.options(c10d.AllgatherOptions(), async_op)
+        return _lists.written(tensor_list, own.allgather([tensor_list], [tensor], options))
     sizes = [t.numel() for t in tensor_list]
     started = _ops.all_gather(tensor.reshape(-1), sizes, name)
     return _delivery.spread([started], [tensor_list], async_op)
@@ -372,6 +375,11 @@ def all_gather_coalesced(
                 f"{[x.numel() for x in input_tensor_list]}, got {[o.numel() for o in outs]} "
                 f"{where(name)}"
             )
+    outputs = [t for outs in output_tensor_lists for t in outs]
+    if own := _lists.backend(name, [*input_tensor_list, *outputs]):
+        options = _lists.options(c10d.AllgatherOptions(), async_op)
+        work = own.allgather_coalesced(output_tensor_lists, input_tensor_list, options)
+        return _lists.written(outputs, work)
     started = _ops.all_gather_into_tensor_coalesced(
         [x.reshape(-1) for x in input_tensor_list], group_size(name), name
     )
@@ -474,6 +482,10 @@ def reduce_scatter(
     own = input_list[group_rank(name)].numel()
     _check_numel("reduce_scatter", output, own, "the size of this rank's input", name)
     reduction, factor = reduction_of(op)
+    reduce_op = _lists.reduce_op(op)
+    if reduce_op is not None and (own := _lists.backend(name, [output, *input_list])):
+        options = _lists.options(c10d.ReduceScatterOptions(), async_op, reduceOp=reduce_op)
+        return _lists.written([output], own.reduce_scatter([output], [input_list], options))
     sizes = [t.numel() for t in input_list]
     started = _ops.reduce_scatter(_flat(input_list), reduction, sizes, name, factor=factor)
     return _delivery.spread([started], [[output]], async_op)
@@ -595,6 +607,9 @@ def gather(
             "gather: gather_list must be given on the destination alone, got a list of "
             f"{len(gather_list)} {where(name)}"
         )
+    if own := _lists.backend(name, [tensor, *targets]):
+        options = _lists.options(c10d.GatherOptions(), async_op, rootRank=root)
+        return _lists.written(targets, own.gather([targets] if targets else [], [tensor], options))
     started = _ops.gather(tensor.reshape(-1), root, name)
     return _delivery.spread([started], [targets], async_op)
 
@@ -652,14 +667,18 @@ def scatter(
         for part in scatter_list:
             size = tensor.numel()
             _check_numel("scatter", part, size, "the output's size", name, "each of scatter_list")
-        whole = _flat(scatter_list)
     elif scatter_list:
         raise InvalidArgument(
             "scatter: scatter_list must be given on the source alone, got a list of "
             f"{len(scatter_list)} {where(name)}"
         )
-    else:
-        whole = tensor.new_empty(0)
+    sources = scatter_list or []
+    if own := _lists.backend(name, [tensor, *sources]):
+        options = _lists.options(c10d.ScatterOptions(), async_op, rootRank=root)
+        return _lists.written(
+            [tensor], own.scatter([tensor], [sources] if sources else [], options)
+        )
+    whole = _flat(scatter_list) if scatter_list else tensor.new_empty(0)
     started = _ops.scatter(whole, root, name, size=tensor.numel())
     return _delivery.spread([started], [[tensor]], async_op)
 
@@ -708,6 +727,10 @@ def all_to_all(
     own, size = output_tensor_list[rank], input_tensor_list[rank].numel()
     of, what = "the size of its input to itself", "the output from the rank itself"
     _check_numel("all_to_all", own, size, of, name, what)
+    if own := _lists.backend(name, [*output_tensor_list, *input_tensor_list]):
+        options = _lists.options(c10d.AllToAllOptions(), async_op)
+        work = own.alltoall(output_tensor_list, input_tensor_list, options)
+        return _lists.written(output_tensor_list, work)
     started = _ops.all_to_all_single(
         _flat(input_tensor_list),
         [t.numel() for t in output_tensor_list],
@@ -844,7 +867,7 @@ def monitored_barrier(
     if cpu_backend(pg).name() != "shm":
         dist.monitored_barrier(pg, timeout, wait_all_ranks)
         return
-    pg.monitored_barrier(timeout or distributed_c10d.default_pg_timeout, wait_all_ranks)
+    pg.monitored_barrier(timeout or c10d.default_pg_timeout, wait_all_ranks)
 
 
 def _splits(verb: str, side: str, tensor: Tensor, sizes: list[int] | None, group: str) -> list[int]:

@@ -106,9 +106,16 @@ class SpreadingWork(dist.Work):
     From where it arrived to the targets, when somebody waits or asks.
     """
 
-    def __init__(self, started: list[Tensor], targets: Sequence[Targets]) -> None:
+    def __init__(
+        self,
+        started: list[Tensor],
+        targets: Sequence[Targets],
+        works: list[dist.Work] | None = None,
+    ) -> None:
         super().__init__()
-        self._works = [work for t in started if (work := _C.started_work_of(t))]
+        if works is None:
+            works = [work for t in started if (work := _C.started_work_of(t))]
+        self._works: list[Any] = works
         self._started = started
         self._targets = targets
         self._future: _C.Future[list[Tensor]] | None = None
@@ -186,9 +193,9 @@ def in_place(tensor: Tensor) -> bool:
     return not torch.compiler.is_compiling() and writes_directly(tensor, tensor)
 
 
-def work_of(tensors: list[Tensor]) -> SpreadingWork:
-    """The work of the call, started just now, that writes ``tensors`` itself."""
-    return SpreadingWork(tensors, [[t] for t in tensors])
+def work_of(tensors: list[Tensor], works: list[dist.Work] | None = None) -> SpreadingWork:
+    """The work of the call, started just now or as ``works``, that writes ``tensors`` itself."""
+    return SpreadingWork(tensors, [[t] for t in tensors], works)
 
 
 def spread(started: list[Tensor], targets: Sequence[Targets], async_op: bool) -> Any:
