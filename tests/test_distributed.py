@@ -230,6 +230,25 @@ def _a_work_that_fails() -> None:
     ours.barrier()
 
 
+def _exchanges_in_place() -> None:
+    n, rank = dist.get_world_size(), dist.get_rank()
+    everyone = [torch.arange(n * 400.0) + 10_000 * r for r in range(n)]
+    expected = torch.cat([x[400 * rank : 400 * (rank + 1)] for x in everyone])
+    name = dist.group.WORLD.group_name
+    splits = [400] * n
+    for _ in range(20):
+        x, y = everyone[rank].clone(), everyone[rank].clone()
+        ours.all_to_all_single(x, x)
+        torch.ops.c10d_ext.all_to_all_single_out(y, splits, splits, name, out=y)
+        assert torch.equal(x, expected), x
+        assert torch.equal(torch.ops.c10d_ext.wait_tensor(y), expected), y
+
+
+def test_an_exchange_may_replace_its_input() -> None:
+    for backend in BACKENDS:
+        run(3, _exchanges_in_place, backend=backend)
+
+
 def _a_wait_that_runs_out_of_patience() -> None:
     rank = dist.get_rank()
     outs = [torch.empty(4) for _ in range(2)]

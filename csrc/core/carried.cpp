@@ -521,9 +521,10 @@ Started broadcast_coalesced(const Carrier& carrier, at::TensorList sources, at::
 
 Started all_to_all(const Carrier& carrier, const at::Tensor& source, const at::Tensor& out,
                    c10::IntArrayRef out_bytes, c10::IntArrayRef in_bytes) {
+  const at::Tensor from = source.is_same(out) ? clone_of(source) : apart_from(source, out);
   auto [buffer, finish] = landing(out);
-  Started started = all_to_all_bytes(carrier, bytes_of(dense(apart_from(source, out))),
-                                     bytes_of(buffer), out_bytes.vec(), in_bytes.vec());
+  Started started = all_to_all_bytes(carrier, bytes_of(dense(from)), bytes_of(buffer),
+                                     out_bytes.vec(), in_bytes.vec());
   started.finish = then(std::move(started.finish), std::move(finish));
   return started;
 }
