@@ -64,6 +64,15 @@ def _futures() -> None:
     if work is not None:
         assert torch.equal(work.get_future().wait()[0], total)
     assert torch.equal(y + 0, total)
+    # Its work knows the result when it is over.
+    y = F.all_reduce(torch.full((4,), rank + 1.0), "sum", None)
+    work = torch_c10d_ext.work_of(y)
+    ends = time.monotonic() + DEADLINE
+    while torch_c10d_ext.pending_count():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+    if work is not None:
+        assert torch.equal(work.get_future().wait()[0], total)
     # A result that is dropped completes as well, and leaves nothing.
     F.all_reduce(torch.ones(4), "sum", None)
     ends = time.monotonic() + DEADLINE

@@ -289,6 +289,13 @@ class PendingWork : public c10d::Work {
     return milliseconds_;
   }
 
+  // Somebody may ask for its result once it is over. False: it is, and has let go of it.
+  bool hand_out() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    handed_out_ = true;
+    return inner_ != nullptr || !outputs_.empty();
+  }
+
   // In c10d's table of works, as far as is known here.
   bool is_listed() const {
     return listed_;
@@ -395,7 +402,7 @@ class PendingWork : public c10d::Work {
         // Kept on failure, so that the storages stay known as the ones that never got their data.
         outputs = outputs_;
         // Of a claimed work result() and a later future have them.
-        if (!future_ && !begun_) {
+        if (!future_ && !begun_ && !handed_out_) {
           outputs_.clear();
         }
       }
@@ -462,12 +469,13 @@ class PendingWork : public c10d::Work {
   const std::string group_name_;
   const int64_t rank_in_group_;
   const int64_t group_size_;
-  // Guarded by mutex_: outputs_, inner_ (null once done), error_, reported_, future_.
+  // Guarded by mutex_: outputs_, inner_ (null once done), error_, reported_, handed_out_, future_.
   mutable std::mutex mutex_;
   std::vector<at::Tensor> outputs_;
   c10::intrusive_ptr<c10d::Work> inner_;
   std::exception_ptr error_;
   bool reported_ = false;
+  bool handed_out_ = false;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   // Held while finish_ runs: whoever comes second returns only after it has.
   std::mutex finish_mutex_;
@@ -808,20 +816,26 @@ void sweep() {
   started_here().sweep();
 }
 
-c10::intrusive_ptr<c10d::Work> work_of(const at::Tensor& t) {
+namespace {
+
+PendingWorkPtr newest_work_of(const at::Tensor& t) {
   const auto* storage = storage_of(t);
   if (storage == nullptr) {
     return {};
   }
   const auto works = Registry::get().find(storage);
-  if (works.empty()) {
-    return {};
-  }
-  return works.back();
+  return works.empty() ? PendingWorkPtr() : works.back();
+}
+
+}  // namespace
+
+c10::intrusive_ptr<c10d::Work> work_of(const at::Tensor& t) {
+  auto work = newest_work_of(t);
+  return work && work->hand_out() ? work : nullptr;
 }
 
 c10::intrusive_ptr<c10d::Work> started_work_of(const at::Tensor& t) {
-  if (auto work = work_of(t)) {
+  if (auto work = newest_work_of(t)) {
     return work;
   }
   const auto& last = last_here();
