@@ -864,6 +864,11 @@ def _chain(api: Any, dtype: torch.dtype, count: int, stride: int, waits: bool) -
         lambda: make(ops.all_to_all_single_out, y, [count] * n, [count] * n, out=z),
         lambda: make(ops.reduce_scatter_tensor_out, z, reduce_op, n, out=x),
         lambda: make(ops.all_reduce_out, x, reduce_op, out=parts[0]),
+        # What is read shares memory with what is written.
+        lambda: make(ops.all_gather_into_tensor_out, y[:count], n, out=y),
+        lambda: make(ops.all_to_all_single_out, y, [count] * n, [count] * n, out=y),
+        lambda: make(ops.reduce_scatter_tensor_out, y, reduce_op, n, out=y[count : 2 * count]),
+        lambda: make(ops.all_reduce_out, y[:count], reduce_op, out=y[count : 2 * count]),
         lambda: make(ops.all_reduce, reduce_op),
         lambda: make(ops.all_gather_into_tensor, n),
         lambda: make(ops.reduce_scatter_tensor, reduce_op, n),
