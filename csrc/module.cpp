@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "backends/fallback.h"
+#include "backends/joining.h"
 #include "backends/shm.h"
 #include "core/blocks.h"
 #include "core/eager.h"
@@ -168,6 +169,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::register_exception_translator(translate);
   bind_futures(m);
+  bind_joining(m);
   bind_shm(m);
   bind_fallback(m);
   bind_works(m);

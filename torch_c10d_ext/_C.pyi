@@ -118,7 +118,7 @@ def connect_shm(
     size: int,
     timeout: timedelta,
     group_name: str,
-    global_ranks: list[int],
+    seats: Seats,
     *,
     arena: int,
     spin_time: timedelta,
@@ -127,6 +127,20 @@ def connect_shm(
     strict: bool,
 ) -> tuple[dist.Backend | None, str]: ...
 
+class Seats:
+    """Where the ranks of a group are in the world that has met at a store; none: not known."""
+
+    def __init__(self, store: dist.Store, global_ranks: list[int]) -> None: ...
+
+class Expected:
+    """The ranks that are to join a group."""
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, group_name: str, seats: Seats
+    ) -> None: ...
+    def check(self) -> None: ...
+    def watched_store(self, prefix: str) -> dist.Store: ...
+
 class OverGloo(dist.Backend):
     def __init__(
         self,
@@ -134,7 +148,7 @@ class OverGloo(dist.Backend):
         store: dist.Store,
         timeout: timedelta,
         group_name: str,
-        global_ranks: list[int],
+        seats: Seats,
         strict: bool,
     ) -> None: ...
     @property

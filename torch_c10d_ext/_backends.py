@@ -73,22 +73,17 @@ def _flag(name: str, default: bool) -> bool:
 
 
 def _create_shm(options: Any, _pg_options: Any) -> Any:
-    return _connect(
-        options.store,
-        options.group_rank,
-        options.group_size,
-        options.timeout,
-        options.group_id,
-        options.global_ranks_in_group,
-    )
+    # torch gives no ranks for the group of all of them, which is the first one.
+    everyone = [] if dist.is_initialized() else list(range(options.group_size))
+    seats = _C.Seats(options.store, options.global_ranks_in_group or everyone)
+    rank, size = options.group_rank, options.group_size
+    return _connect(options.store, rank, size, options.timeout, options.group_id, seats)
 
 
-def _connect(
-    store: Any, rank: int, size: int, timeout: dt.timedelta, name: str, global_ranks: list[int]
-) -> Any:
+def _connect(store: Any, rank: int, size: int, timeout: dt.timedelta, name: str, seats: Any) -> Any:
     """A group's backend: shm, or its verbs over gloo on all ranks if they cannot share memory."""
     settings = shm_settings()
-    backend, why_not = _C.connect_shm(store, rank, size, timeout, name, global_ranks, **settings)
+    backend, why_not = _C.connect_shm(store, rank, size, timeout, name, seats, **settings)
     if backend is not None:
         return backend
     if rank == 0 and why_not not in _told:
@@ -96,9 +91,14 @@ def _connect(
         _log.warning(
             "shm: the ranks of group '%s' cannot share memory, they use gloo (%s)", name, why_not
         )
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)
-    gloo._set_sequence_number_for_group()
-    return _C.OverGloo(gloo, store, timeout, name, global_ranks, settings["strict"])
+    expected = _C.Expected(store, rank, size, name, seats)
+    try:
+        gloo = dist.ProcessGroupGloo(expected.watched_store("gloo/"), rank, size, timeout=timeout)
+        gloo._set_sequence_number_for_group()
+    except RuntimeError:
+        expected.check()
+        raise
+    return _C.OverGloo(gloo, store, timeout, name, seats, settings["strict"])
 
 
 def _close() -> None:

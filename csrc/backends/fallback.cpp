@@ -21,7 +21,7 @@
 
 #include "backends/coalesced.h"
 #include "backends/fallback/agreed_works.h"
-#include "backends/keys.h"
+#include "backends/joining.h"
 #include "backends/open_groups.h"
 #include "backends/parts.h"
 #include "backends/shm.h"
@@ -116,7 +116,7 @@ void OverGloo::set_connect(Connect connect) {
 }
 
 OverGloo::OverGloo(c10::intrusive_ptr<c10d::Backend> gloo, c10::intrusive_ptr<c10d::Store> store,
-                   const Options& options, bool strict)
+                   const Options& options, Seats seats, bool strict)
     : c10d::Backend(gloo->getRank(), gloo->getSize()),
       VerbChecks(group_),
       options_(options),
@@ -131,10 +131,15 @@ OverGloo::OverGloo(c10::intrusive_ptr<c10d::Backend> gloo, c10::intrusive_ptr<c1
           }(),
           options.group_name, rank_, size_),
       timeout_(options.timeout),
-      agreement_(joined(group_, [&] {
-        return Agreement::join(part_of("agreement", store_), {rank_, size_, options.group_name},
-                               options.timeout);
-      })) {
+      seats_(std::move(seats)),
+      agreement_([&] {
+        const Expected expected(group_, store_, seats_);
+        return expected.joined([&] {
+          return Agreement::join(expected.part_of_store("agreement"),
+                                 {rank_, size_, options.group_name}, options.timeout);
+        });
+      }()),
+      acquaintance_(acquaintance(seats_, [a = agreement_](int rank) { return a->gone(rank); })) {
   OpenGroups<Agreement>::of_this_process().add(agreement_);
   init();
 }
@@ -710,8 +715,7 @@ c10::intrusive_ptr<c10d::Backend> OverGloo::connect_part(
     return {};
   }
   return connect_backend()(store, static_cast<int>(self - ranks.begin()),
-                           static_cast<int>(ranks.size()), timeout, name,
-                           global_ranks_of(options_, ranks));
+                           static_cast<int>(ranks.size()), timeout, name, seats_.part(ranks));
 }
 
 c10::intrusive_ptr<c10d::Backend> OverGloo::split(const c10::intrusive_ptr<c10d::Store>& store,
@@ -772,19 +776,17 @@ void OverGloo::shutdown() {
 void bind_fallback(pybind11::module_& m) {
   namespace py = pybind11;
   py::class_<OverGloo, c10::intrusive_ptr<OverGloo>, c10d::Backend>(m, "OverGloo")
-      .def(
-          py::init([](c10::intrusive_ptr<c10d::Backend> gloo, c10::intrusive_ptr<c10d::Store> store,
-                      std::chrono::milliseconds timeout, const std::string& group_name,
-                      std::vector<uint64_t> global_ranks, bool strict) {
-            c10d::Backend::Options options("shm", timeout);
-            options.group_name = group_name;
-            options.global_ranks_in_group = std::move(global_ranks);
-            const py::gil_scoped_release waits;
-            return c10::make_intrusive<OverGloo>(std::move(gloo), std::move(store), options,
-                                                 strict);
-          }),
-          py::arg("gloo"), py::arg("store"), py::arg("timeout"), py::arg("group_name"),
-          py::arg("global_ranks"), py::arg("strict"))
+      .def(py::init([](c10::intrusive_ptr<c10d::Backend> gloo,
+                       c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds timeout,
+                       const std::string& group_name, const Seats& seats, bool strict) {
+             c10d::Backend::Options options("shm", timeout);
+             options.group_name = group_name;
+             const py::gil_scoped_release waits;
+             return c10::make_intrusive<OverGloo>(std::move(gloo), std::move(store), options, seats,
+                                                  strict);
+           }),
+           py::arg("gloo"), py::arg("store"), py::arg("timeout"), py::arg("group_name"),
+           py::arg("seats"), py::arg("strict"))
       .def_property_readonly("gloo", &OverGloo::gloo, "The backend that does the work.");
   m.def("set_fallback_connect", &OverGloo::set_connect, py::arg("connect"));
   m.def("close_fallback_groups", &OverGloo::close_all, py::arg("grace"),

@@ -16,6 +16,7 @@
 
 #include "backends/agreement/agreement.h"
 #include "backends/agreement/called.h"
+#include "backends/parts.h"
 #include "core/group.h"
 #include "core/pending.h"
 #include "core/reduction.h"
@@ -26,6 +27,7 @@
 
 namespace c10d_ext {
 
+struct Acquaintance;
 struct Message;
 
 // The "shm" backend where ranks cannot share memory: its verbs over gloo.
@@ -44,7 +46,7 @@ class OverGloo final : public c10d::Backend, private VerbChecks {
   // Who makes the backend of some ranks of a group; collective over them.
   using Connect = std::function<c10::intrusive_ptr<c10d::Backend>(
       const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Milliseconds timeout,
-      const std::string& group_name, const std::vector<uint64_t>& global_ranks)>;
+      const std::string& group_name, const Seats& seats)>;
   static void set_connect(Connect connect);
 
   // What has been started ends within `grace` or fails, and the groups of this process are left:
@@ -54,7 +56,7 @@ class OverGloo final : public c10d::Backend, private VerbChecks {
   // Collective: meets the other ranks.
   // `strict`: shapes must agree, and not only sizes.
   OverGloo(c10::intrusive_ptr<c10d::Backend> gloo, c10::intrusive_ptr<c10d::Store> store,
-           const Options& options, bool strict);
+           const Options& options, Seats seats, bool strict);
   ~OverGloo() override;
 
   // `begin` begins the collective at gloo, on another thread, once all ranks have called the same
@@ -194,8 +196,10 @@ class OverGloo final : public c10d::Backend, private VerbChecks {
   // Of this backend's name, with gloo as its only backend.
   Group group_;
   std::atomic<Milliseconds> timeout_;
+  const Seats seats_;
   // Works may outlive the backend; they hold this while they use it.
   std::shared_ptr<Agreement> agreement_;
+  const std::shared_ptr<const Acquaintance> acquaintance_;
   // In flight, as far as anybody knows; swept when there are as many as the limit.
   static constexpr size_t kFewMessages = 64;
   std::mutex messages_mutex_;

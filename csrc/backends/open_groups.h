@@ -4,6 +4,7 @@
 #include <chrono>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 namespace c10d_ext {
@@ -16,6 +17,17 @@ class OpenGroups {
     std::lock_guard lock(mutex_);
     std::erase_if(groups_, [](const auto& known) { return known.expired(); });
     groups_.push_back(group);
+  }
+
+  std::vector<std::shared_ptr<Group>> all() const {
+    std::lock_guard lock(mutex_);
+    std::vector<std::shared_ptr<Group>> groups;
+    for (const auto& known : groups_) {
+      if (auto group = known.lock()) {
+        groups.push_back(std::move(group));
+      }
+    }
+    return groups;
   }
 
   // `close(group, time)` for each of them that still is; they have `grace` together. None is known
@@ -45,7 +57,7 @@ class OpenGroups {
   }
 
  private:
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::vector<std::weak_ptr<Group>> groups_;
 };
 

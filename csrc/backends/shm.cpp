@@ -20,7 +20,7 @@
 #include <utility>
 
 #include "backends/coalesced.h"
-#include "backends/keys.h"
+#include "backends/joining.h"
 #include "backends/open_groups.h"
 #include "backends/parts.h"
 #include "backends/shm/aside.h"
@@ -683,8 +683,6 @@ void ShmBackend::Flight::separate() {
 // --- A group's engine, shared with the works
 // ------------------------------------------------------
 
-namespace {}  // namespace
-
 class ShmBackend::Live {
  public:
   Live(std::unique_ptr<shm::Membership> membership, std::unique_ptr<shm::Engine> engine,
@@ -693,6 +691,7 @@ class ShmBackend::Live {
         engine_(std::move(engine)),
         polls_drive_(polls_drive),
         place_(std::move(place)),
+        peers_(membership_->peers()),
         generation_(shm::fork_generation()) {}
 
   ~Live() {
@@ -741,6 +740,9 @@ class ShmBackend::Live {
   }
   const Group& place() const {
     return place_;
+  }
+  const std::vector<shm::Peer>& peers() const {
+    return peers_;
   }
 
   bool is_done(Flight& flight) const {
@@ -805,6 +807,7 @@ class ShmBackend::Live {
   std::unique_ptr<shm::Engine> engine_;
   const bool polls_drive_;
   const Group place_;
+  const std::vector<shm::Peer> peers_;
   const uint64_t generation_;
 };
 
@@ -1672,13 +1675,21 @@ ShmBackend::WorkPtr ShmBackend::endCoalescing() {
 // ---------------------------------------------------------------------------------------
 
 ShmBackend::ShmBackend(int rank, int size, const Options& options, const Settings& settings,
-                       c10::intrusive_ptr<c10d::Store> store, std::shared_ptr<Live> live)
+                       c10::intrusive_ptr<c10d::Store> store, Seats seats,
+                       std::shared_ptr<Live> live)
     : c10d::Backend(rank, size),
       VerbChecks(live->place()),
       options_(options),
       settings_(settings),
       store_(std::move(store)),
+      seats_(std::move(seats)),
       live_(std::move(live)),
+      acquaintance_(acquaintance(seats_,
+                                 [peers = live_->peers()](int rank) {
+                                   const auto& peer = peers[static_cast<size_t>(rank)];
+                                   return shm::has_ended(peer) ? std::optional(peer.pid)
+                                                               : std::nullopt;
+                                 })),
       timeout_(options.timeout) {
   init();
 }
@@ -1689,21 +1700,23 @@ ShmBackend::~ShmBackend() {
 
 ShmBackend::Connected ShmBackend::connect(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                           int size, const Options& options,
-                                          const Settings& settings) {
+                                          const Settings& settings, const Seats& seats) {
   if (size > shm::Layout::kMaxSize) {
     return {{}, c10::str("a group has at most ", shm::Layout::kMaxSize, " ranks, got ", size)};
   }
   const Group place({}, options.group_name, rank, size);
-  auto shared = joined(place, [&] {
-    return shm::join(part_of("shm", store), rank, size,
+  const Expected expected(place, store, seats);
+  auto shared = expected.joined([&] {
+    return shm::join(expected.part_of_store("shm"), rank, size,
                      shm::Engine::mapping_bytes(size, settings.arena), options.timeout);
   });
   if (!shared.membership) {
     return {{}, shared.why_not};
   }
   auto live = Live::start(std::move(shared.membership), settings, place);
-  return {c10::make_intrusive<ShmBackend>(rank, size, options, settings, store, std::move(live)),
-          {}};
+  return {
+      c10::make_intrusive<ShmBackend>(rank, size, options, settings, store, seats, std::move(live)),
+      {}};
 }
 
 bool ShmBackend::when_settled(c10d::Work& work, std::function<void(std::exception_ptr)> over) {
@@ -1732,9 +1745,8 @@ c10::intrusive_ptr<c10d::Backend> ShmBackend::connect_part(
   }
   Options options("shm", timeout);
   options.group_name = name;
-  options.global_ranks_in_group = global_ranks_of(options_, ranks);
   auto connected = connect(store, static_cast<int>(self - ranks.begin()),
-                           static_cast<int>(ranks.size()), options, settings_);
+                           static_cast<int>(ranks.size()), options, settings_, seats_.part(ranks));
   C10D_EXT_CHECK_VALUE(
       connected.backend, "split", place_,
       "ranks that share memory must be able to share some more, got: ", connected.why_not);
@@ -1752,8 +1764,8 @@ c10::intrusive_ptr<c10d::Backend> ShmBackend::merge(const c10::intrusive_ptr<c10
                                                     const int& rank, const int& size) {
   Options options("shm", opts->timeout);
   options.group_name = opts->group_name;
-  auto connected =
-      connect(c10::make_intrusive<c10d::PrefixStore>("shm", store), rank, size, options, settings_);
+  auto connected = connect(c10::make_intrusive<c10d::PrefixStore>("shm", store), rank, size,
+                           options, settings_, {});
   C10D_EXT_CHECK_VALUE(connected.backend, "merge", place_,
                        "the ranks must be able to share memory, got: ", connected.why_not);
   return connected.backend;
@@ -1814,24 +1826,23 @@ void bind_shm(pybind11::module_& m) {
   m.def(
       "connect_shm",
       [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Milliseconds timeout,
-         const std::string& group_name, std::vector<uint64_t> global_ranks, size_t arena,
+         const std::string& group_name, const Seats& seats, size_t arena,
          std::chrono::microseconds spin_time, std::chrono::microseconds inline_time,
          bool progress_thread,
          bool strict) -> std::pair<c10::intrusive_ptr<c10d::Backend>, std::string> {
         c10d::Backend::Options options("shm", timeout);
         options.group_name = group_name;
-        options.global_ranks_in_group = std::move(global_ranks);
         ShmBackend::Settings settings;
         settings.arena = arena;
         settings.engine.spin_time = spin_time;
         settings.engine.inline_time = inline_time;
         settings.engine.progress_thread = progress_thread;
         settings.engine.strict = strict;
-        auto connected = ShmBackend::connect(store, rank, size, options, settings);
+        auto connected = ShmBackend::connect(store, rank, size, options, settings, seats);
         return {connected.backend, connected.why_not};
       },
       py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("group_name"),
-      py::arg("global_ranks"), py::kw_only(), py::arg("arena"), py::arg("spin_time"),
+      py::arg("seats"), py::kw_only(), py::arg("arena"), py::arg("spin_time"),
       py::arg("inline_time"), py::arg("progress_thread"), py::arg("strict"),
       py::call_guard<py::gil_scoped_release>());
   m.def("close_shm_groups", &ShmBackend::close_all, py::arg("grace"),

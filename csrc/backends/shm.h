@@ -15,6 +15,7 @@
 #include <string_view>
 #include <vector>
 
+#include "backends/parts.h"
 #include "backends/shm/engine.h"
 #include "core/facts.h"
 #include "core/group.h"
@@ -25,6 +26,8 @@
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
 
 namespace c10d_ext {
+
+struct Acquaintance;
 
 // The dtypes that can be reduced; the others are moved as bytes.
 shm::DType dtype_of(c10::ScalarType dtype);
@@ -53,7 +56,7 @@ class ShmBackend final : public c10d::Backend, private VerbChecks {
 
   // Collective over the group's ranks.
   static Connected connect(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                           const Options& options, const Settings& settings);
+                           const Options& options, const Settings& settings, const Seats& seats);
 
   // Completes what is in flight in every group of this process, for at most `grace`, and closes
   // them: for the end of the process.
@@ -183,7 +186,7 @@ class ShmBackend final : public c10d::Backend, private VerbChecks {
   struct Call;
 
   ShmBackend(int rank, int size, const Options& options, const Settings& settings,
-             c10::intrusive_ptr<c10d::Store> store, std::shared_ptr<Live> live);
+             c10::intrusive_ptr<c10d::Store> store, Seats seats, std::shared_ptr<Live> live);
 
  private:
   using FlightPtr = std::shared_ptr<Flight>;
@@ -217,7 +220,9 @@ class ShmBackend final : public c10d::Backend, private VerbChecks {
   const Options options_;
   const Settings settings_;
   const c10::intrusive_ptr<c10d::Store> store_;
+  const Seats seats_;
   const std::shared_ptr<Live> live_;
+  const std::shared_ptr<const Acquaintance> acquaintance_;
   std::atomic<Milliseconds> timeout_;
   int64_t shrink_count_ = 0;
 

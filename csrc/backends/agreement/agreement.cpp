@@ -151,6 +151,21 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
                                      : std::pair<std::vector<int>, std::string>();
   }
 
+  std::optional<int> gone(int rank) const {
+    if (is_foreign()) {
+      return std::nullopt;
+    }
+    bool gone = false;
+    if (roster_.is_near(rank)) {
+      gone = roster_.has_ended(rank);
+    } else {
+      std::lock_guard lock(mutex_);
+      gone = end_ && end_->kind == Kind::RankLost &&
+             end_->why.find(roster_.describe(rank, kGone)) != std::string::npos;
+    }
+    return gone ? std::optional(roster_.pid(rank)) : std::nullopt;
+  }
+
   bool has_abandoned() const {
     std::lock_guard lock(mutex_);
     return abandoned_;
@@ -761,6 +776,10 @@ Agreement::~Agreement() {
 
 void Agreement::leave(Milliseconds grace) {
   impl_->leave(grace);
+}
+
+std::optional<int> Agreement::gone(int rank) const {
+  return impl_->gone(rank);
 }
 
 bool Agreement::has_abandoned() const {

@@ -80,6 +80,8 @@ class Agreement {
   // The other end of a message, which has not posted its own; none where it has, or can be anybody.
   std::pair<std::vector<int>, std::string> awaited_by_message(uint64_t number,
                                                               Milliseconds patience);
+  // The pid of a rank whose process is gone, as far as is known.
+  std::optional<int> gone(int rank) const;
   // Whether a collective has failed after it was begun: whoever does it may never come to an end.
   bool has_abandoned() const;
   // Whether this is a fork of the process that joined.

@@ -10,9 +10,12 @@ std::string Roster::process_state(int rank) const {
   return shm::process_state(member(rank).peer);
 }
 
+bool Roster::has_ended(int rank) const {
+  return shm::has_ended(member(rank).peer);
+}
+
 std::string Roster::describe(int rank, const std::string& state) const {
-  return "rank " + std::to_string(rank) + " (pid " + std::to_string(member(rank).peer.pid) + ", " +
-         state + ")";
+  return "rank " + std::to_string(rank) + " (pid " + std::to_string(pid(rank)) + ", " + state + ")";
 }
 
 std::string Roster::describe(const std::vector<int>& ranks,

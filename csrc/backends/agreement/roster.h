@@ -25,6 +25,10 @@ class Roster {
   bool is_near(int rank) const;
   // Of its process, where it is near.
   std::string process_state(int rank) const;
+  bool has_ended(int rank) const;
+  int pid(int rank) const {
+    return member(rank).peer.pid;
+  }
   // "rank 1 (pid 1234, gone)"
   std::string describe(int rank, const std::string& state) const;
   std::string describe(const std::vector<int>& ranks,

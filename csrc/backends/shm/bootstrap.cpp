@@ -62,6 +62,8 @@ std::string list(const std::vector<int>& ranks) {
 // --- waiting -----------------------------------------------------------------------------------
 
 constexpr milliseconds kSlice{50};
+// Between two looks at what else may end a wait.
+constexpr milliseconds kLook{10};
 
 class Deadline {
  public:
@@ -93,13 +95,20 @@ class Deadline {
 
   // Returns once something happened to one of `fds`, or after `at_most`, the deadline, or a while.
   void poll(std::vector<pollfd>& fds, milliseconds at_most = kSlice) const {
-    if (interrupt_) {
-      interrupt_();
-    }
-    const auto slice = std::min({at_most, kSlice, left()});
-    if (::poll(fds.data(), fds.size(), static_cast<int>(slice.count())) < 0) {
-      for (auto& fd : fds) {
-        fd.revents = 0;
+    for (auto slice = std::min({at_most, kSlice, left()});;) {
+      if (interrupt_) {
+        interrupt_();
+      }
+      const auto look = std::min(slice, kLook);
+      slice -= look;
+      const int ready = ::poll(fds.data(), fds.size(), static_cast<int>(look.count()));
+      if (ready < 0) {
+        for (auto& fd : fds) {
+          fd.revents = 0;
+        }
+      }
+      if (ready != 0 || slice <= milliseconds(0)) {
+        return;
       }
     }
   }

@@ -28,7 +28,7 @@ struct KeyValueStore {
   std::function<void(const std::string& key, const std::string& value)> set;
   std::function<std::string(const std::string& key, std::chrono::milliseconds timeout)> get;
   std::function<bool(const std::string& key)> has;
-  // When set: called about every 50 ms while a join waits. It may throw, which ends the join.
+  // When set: called at least every 10 ms while a join waits. It may throw, which ends the join.
   std::function<void()> interrupt;
 };
 
@@ -107,6 +107,9 @@ Joined join(const KeyValueStore& store, int rank, int size, size_t bytes,
 // The state of a peer's process for error texts: "running", "sleeping", "stopped", "zombie",
 // "dead", from /proc; "unknown" where that cannot be read.
 std::string process_state(const Peer& peer);
+
+// Whether it has ended, as far as can be seen.
+bool has_ended(const Peer& peer);
 
 // Grows by one in a forked child. What was made under another value belongs to the parent: it must
 // not be used, only dropped. In the child every descriptor of every membership is closed at once,

@@ -427,6 +427,11 @@ std::string process_state(const Peer& peer) {
   }
 }
 
+bool has_ended(const Peer& peer) {
+  const auto state = process_state(peer);
+  return state == "zombie" || state == "dead";
+}
+
 size_t with_pulses(size_t bytes, int size) {
   const size_t aligned = (bytes + alignof(Pulse) - 1) / alignof(Pulse) * alignof(Pulse);
   return aligned + static_cast<size_t>(size) * sizeof(Pulse);

@@ -1,0 +1,162 @@
+#include "backends/joining.h"
+
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <algorithm>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "backends/open_groups.h"
+#include "core/failure.h"
+#include "core/gil.h"
+
+namespace c10d_ext {
+
+namespace {
+
+using std::chrono::milliseconds;
+using Keys = std::vector<std::string>;
+using Value = std::vector<uint8_t>;
+
+// A store whose waits look around.
+class WatchedStore final : public c10d::Store {
+ public:
+  WatchedStore(c10::intrusive_ptr<c10d::Store> inner, std::function<void()> check)
+      : c10d::Store(inner->getTimeout()), inner_(std::move(inner)), check_(std::move(check)) {}
+
+  c10::intrusive_ptr<c10d::Store> clone() override {
+    return c10::make_intrusive<WatchedStore>(inner_->clone(), check_);
+  }
+  void set(const std::string& key, const Value& value) override {
+    inner_->set(key, value);
+  }
+  Value compareSet(const std::string& key, const Value& expected, const Value& desired) override {
+    return inner_->compareSet(key, expected, desired);
+  }
+  Value get(const std::string& key) override {
+    wait({key}, timeout_);
+    return inner_->get(key);
+  }
+  int64_t add(const std::string& key, int64_t value) override {
+    return inner_->add(key, value);
+  }
+  bool deleteKey(const std::string& key) override {
+    return inner_->deleteKey(key);
+  }
+  bool check(const Keys& keys) override {
+    return inner_->check(keys);
+  }
+  int64_t getNumKeys() override {
+    return inner_->getNumKeys();
+  }
+  void wait(const Keys& keys) override {
+    wait(keys, timeout_);
+  }
+  void wait(const Keys& keys, const milliseconds& timeout) override {
+    using Clock = std::chrono::steady_clock;
+    constexpr milliseconds kLongest{10};
+    const auto start = Clock::now();
+    for (milliseconds pause{1}; !inner_->check(keys); pause = std::min(2 * pause, kLongest)) {
+      if (Clock::now() - start >= timeout) {
+        C10_THROW_ERROR(DistStoreError,
+                        c10::str("nobody has set ", c10::Join(", ", keys), " within ",
+                                 std::chrono::duration<double>(timeout).count(), " s"));
+      }
+      check_();
+      std::this_thread::sleep_for(pause);
+    }
+  }
+  void append(const std::string& key, const Value& value) override {
+    inner_->append(key, value);
+  }
+  std::vector<Value> multiGet(const Keys& keys) override {
+    wait(keys, timeout_);
+    return inner_->multiGet(keys);
+  }
+  void multiSet(const Keys& keys, const std::vector<Value>& values) override {
+    inner_->multiSet(keys, values);
+  }
+  bool hasExtendedApi() const override {
+    return inner_->hasExtendedApi();
+  }
+
+ private:
+  const c10::intrusive_ptr<c10d::Store> inner_;
+  const std::function<void()> check_;
+};
+
+}  // namespace
+
+std::shared_ptr<const Acquaintance> acquaintance(Seats seats,
+                                                 std::function<std::optional<int>(int rank)> gone) {
+  auto made = std::make_shared<const Acquaintance>(Acquaintance{std::move(seats), std::move(gone)});
+  OpenGroups<const Acquaintance>::of_this_process().add(made);
+  return made;
+}
+
+void Expected::check() const {
+  check_signals();
+  const auto& mine = seats_.global_ranks;
+  for (const auto& group : OpenGroups<const Acquaintance>::of_this_process().all()) {
+    if (group->seats.world != seats_.world) {
+      continue;
+    }
+    const auto& known = group->seats.global_ranks;
+    for (size_t i = 0; i < known.size(); ++i) {
+      const auto found = std::find(mine.begin(), mine.end(), known[i]);
+      if (found == mine.end()) {
+        continue;
+      }
+      if (const auto pid = group->gone(static_cast<int>(i))) {
+        const auto rank = static_cast<int>(found - mine.begin());
+        throw CollectiveError(CollectiveError::Kind::RankLost,
+                              c10::str("shm: every rank must join the group, got: rank ", rank,
+                                       " (pid ", *pid, ", gone) ", where(place_)),
+                              {rank}, "shm", 0, place_.name());
+      }
+    }
+  }
+}
+
+shm::KeyValueStore Expected::part_of_store(const std::string& prefix) const {
+  const auto keys = c10::make_intrusive<c10d::PrefixStore>(prefix, store_);
+  shm::KeyValueStore values;
+  values.set = [keys](const std::string& key, const std::string& value) {
+    static_cast<c10d::Store&>(*keys).set(key, value);
+  };
+  values.get = [keys](const std::string& key, milliseconds timeout) {
+    keys->wait({key}, timeout);
+    return keys->get_to_str(key);
+  };
+  values.has = [keys](const std::string& key) { return keys->check({key}); };
+  values.interrupt = [this] { check(); };
+  return values;
+}
+
+c10::intrusive_ptr<c10d::Store> Expected::watched_store(const std::string& prefix) const {
+  return c10::make_intrusive<WatchedStore>(c10::make_intrusive<c10d::PrefixStore>(prefix, store_),
+                                           [expected = *this] { expected.check(); });
+}
+
+void bind_joining(pybind11::module_& m) {
+  namespace py = pybind11;
+  py::class_<WatchedStore, c10d::Store, c10::intrusive_ptr<WatchedStore>>(m, "WatchedStore");
+  py::class_<Seats>(m, "Seats")
+      .def(py::init(&Seats::of), py::arg("store"), py::arg("global_ranks"));
+  py::class_<Expected>(m, "Expected")
+      .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                       const std::string& group_name, const Seats& seats) {
+             return Expected(Group({}, group_name, rank, size), store, seats);
+           }),
+           py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("group_name"),
+           py::arg("seats"))
+      .def("check", &Expected::check, py::call_guard<py::gil_scoped_release>(),
+           "Raises RankLost where one of the ranks is gone.")
+      .def("watched_store", &Expected::watched_store, py::arg("prefix"),
+           "The group's store, whose waits check().");
+}
+
+}  // namespace c10d_ext

@@ -1,0 +1,71 @@
+#pragma once
+
+// How the ranks of a group meet at its store, and hear of one that will not come.
+
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "backends/parts.h"
+#include "backends/shm/bootstrap.h"
+#include "core/group.h"
+
+namespace c10d_ext {
+
+// A group of this process, which is asked about its ranks for as long as it exists.
+struct Acquaintance {
+  Seats seats;
+  // The pid of a rank whose process is gone, as far as the group knows.
+  std::function<std::optional<int>(int rank)> gone;
+};
+
+std::shared_ptr<const Acquaintance> acquaintance(Seats seats,
+                                                 std::function<std::optional<int>(int rank)> gone);
+
+// The ranks that are to join a group. Those of them that are in another group of this process, too,
+// are known to be gone when they are.
+class Expected {
+ public:
+  Expected(Group place, c10::intrusive_ptr<c10d::Store> store, Seats seats)
+      : place_(std::move(place)), store_(std::move(store)), seats_(std::move(seats)) {}
+
+  // Throws where one of them is gone, and lets Ctrl-C through. For waits.
+  void check() const;
+
+  // What is kept in the group's store under a prefix.
+  shm::KeyValueStore part_of_store(const std::string& prefix) const;
+  // The same for a backend that waits at it.
+  c10::intrusive_ptr<c10d::Store> watched_store(const std::string& prefix) const;
+
+  // What `join` gives, and in the words of an error of the group's where the ranks do not meet.
+  template <class Join>
+  auto joined(const Join& join) const {
+    try {
+      return join();
+    } catch (const std::runtime_error& error) {
+      check();  // who is gone may have led others to leave, of which this one has heard first
+      C10_THROW_ERROR(
+          DistBackendError,
+          c10::str("shm: every rank must join the group, got: ", error.what(), ' ', where(place_)));
+    }
+  }
+
+ private:
+  const Group place_;
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const Seats seats_;
+};
+
+void bind_joining(pybind11::module_& m);
+
+}  // namespace c10d_ext
