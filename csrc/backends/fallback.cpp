@@ -3,9 +3,12 @@
 #include "backends/fallback.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <ATen/ops/_to_copy.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/view_as_complex.h>
+#include <ATen/ops/view_as_real.h>
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
@@ -91,6 +94,36 @@ Sizes counts_of(const Tensors& tensors) {
     counts.push_back(t.numel());
   }
   return counts;
+}
+
+// A copy of a sparse tensor whose values gloo gathers. A complex value is two real ones there.
+at::Tensor to_wire(const at::Tensor& sparse) {
+  const auto dtype = sparse.scalar_type();
+  if (sparse.is_complex()) {
+    const auto wide = dtype == c10::kComplexDouble ? dtype : c10::kComplexFloat;
+    auto sizes = sparse.sizes().vec();
+    sizes.push_back(2);
+    return at::_sparse_coo_tensor_unsafe(sparse._indices().clone(),
+                                         at::view_as_real(at::_to_copy(sparse._values(), wide)),
+                                         sizes)
+        ._coalesced_(true);
+  }
+  const bool native =
+      dtype == c10::kFloat || dtype == c10::kDouble || dtype == c10::kInt || dtype == c10::kLong;
+  return at::_to_copy(sparse, native                       ? dtype
+                              : c10::isFloatingType(dtype) ? c10::kFloat
+                                                           : c10::kLong);
+}
+
+// What comes of it, as values of `like`.
+at::Tensor from_wire(const at::Tensor& sparse, const at::Tensor& like) {
+  if (!like.is_complex()) {
+    return sparse.to(like.scalar_type());
+  }
+  const at::Tensor values = at::view_as_complex(sparse._values().contiguous());
+  return at::_sparse_coo_tensor_unsafe(sparse._indices(), values.to(like.scalar_type()),
+                                       like.sizes())
+      ._coalesced_(sparse.is_coalesced());
 }
 
 // How long a group that is destroyed with work in flight waits for it.
@@ -350,11 +383,6 @@ OverGloo::WorkPtr OverGloo::allreduce_sparse(Tensors& tensors, const c10d::Allre
   constexpr string_view op = "all_reduce";
   const at::Tensor& tensor = only(op, "tensor", tensors);
   const auto reduction = check_sparse(op, tensor, opts.reduceOp);
-  const auto dtype = tensor.scalar_type();
-  // gloo gathers the values of these alone.
-  const bool native =
-      dtype == c10::kFloat || dtype == c10::kDouble || dtype == c10::kInt || dtype == c10::kLong;
-  const auto wire_dtype = native ? dtype : c10::isFloatingType(dtype) ? c10::kFloat : c10::kLong;
   std::ostringstream shape;
   shape << " of shape " << tensor.sizes() << " with " << tensor.sparse_dim()
         << " sparse dimensions";
@@ -365,14 +393,14 @@ OverGloo::WorkPtr OverGloo::allreduce_sparse(Tensors& tensors, const c10d::Allre
   const int64_t divisor = reduction.op == ReduceOp::Avg ? size_ : 1;
   c10d::AllreduceOptions options;
   options.timeout = call.timeout;
-  const auto begin = [gloo = gloo_, tensor, wire_dtype, options, divisor] {
-    Tensors sums{at::_to_copy(tensor.coalesce(), wire_dtype)};
+  const auto begin = [gloo = gloo_, tensor, options, divisor] {
+    Tensors sums{to_wire(tensor.coalesce())};
     const WorkPtr work = gloo->allreduce(sums, options);
     return Started{work, [sum = sums[0], tensor, divisor] {
                      if (divisor != 1) {
                        sum._values().div_(divisor);
                      }
-                     tensor.copy_(sum.to(tensor.scalar_type()));
+                     tensor.copy_(from_wire(sum, tensor));
                    }};
   };
   return run(call, tensors, {}, [&] {

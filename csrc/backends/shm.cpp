@@ -148,11 +148,6 @@ class Span {
   std::optional<at::RecordFunction> record_;
 };
 
-uint64_t mix(uint64_t hash, uint64_t value) {
-  hash ^= value + 0x9e3779b97f4a7c15ULL + (hash << 6) + (hash >> 2);
-  return hash;
-}
-
 }  // namespace
 
 struct ShmBackend::Call {
@@ -300,8 +295,9 @@ class ShmBackend::Flight final : public shm::Operation {
   void add_output(const at::Tensor& t) {
     outputs_.push_back(alias_of(t));
   }
-  // Runs after the data has arrived.
-  void then(std::function<void()> finish) {
+  // Runs when it begins, and the other when the data has arrived, both in the order of calls.
+  void around(std::function<void()> prepare, std::function<void()> finish) {
+    prepare_ = std::move(prepare);
     finish_ = std::move(finish);
   }
   // Sources that share memory with targets are copied when it begins, but for a rank's own part
@@ -414,6 +410,10 @@ class ShmBackend::Flight final : public shm::Operation {
     if (C10_UNLIKELY(!fills_.empty())) {
       copy(fills_);
     }
+    if (C10_UNLIKELY(prepare_)) {
+      at::AutoDispatchBelowADInplaceOrView below_autograd;
+      prepare_();
+    }
     for (const auto& [data, copy] : overlaps_) {
       std::memcpy(copy.mutable_data_ptr(), data, copy.nbytes());
     }
@@ -425,6 +425,9 @@ class ShmBackend::Flight final : public shm::Operation {
   void on_arrived() override {
     if (C10_UNLIKELY(!landings_.empty())) {
       copy(landings_);
+    }
+    if (C10_UNLIKELY(finish_)) {
+      attempt(finish_);
     }
     for (const auto& passenger : passengers_) {
       passenger->on_arrived();
@@ -450,15 +453,21 @@ class ShmBackend::Flight final : public shm::Operation {
     at::Tensor copy;
   };
 
-  void copy(const std::vector<Copy>& copies) {
+  template <class F>
+  void attempt(const F& something) {
     try {
       at::AutoDispatchBelowADInplaceOrView below_autograd;
-      for (const auto& [from, to] : copies) {
-        copy_values(to, from);
-      }
+      something();
     } catch (...) {
       trouble_ = std::current_exception();
     }
+  }
+  void copy(const std::vector<Copy>& copies) {
+    attempt([&] {
+      for (const auto& [from, to] : copies) {
+        copy_values(to, from);
+      }
+    });
   }
 
   // A dense tensor of what the values of `t` are when it begins, kept until the end.
@@ -540,13 +549,6 @@ class ShmBackend::Flight final : public shm::Operation {
                                                        place_->name()));
     } else if (C10_UNLIKELY(trouble_ != nullptr)) {
       error_ = trouble_;
-    } else if (C10_UNLIKELY(finish_)) {
-      try {
-        at::AutoDispatchBelowADInplaceOrView below_autograd;
-        finish_();
-      } catch (...) {
-        error_ = std::current_exception();
-      }
     }
     if (C10_UNLIKELY(span_ != nullptr)) {
       span_->end();
@@ -556,7 +558,10 @@ class ShmBackend::Flight final : public shm::Operation {
     number_ = carrier.seq();
     milliseconds_ =
         std::chrono::duration<float, std::milli>(carrier.shm::Operation::duration()).count();
-    finish_ = nullptr;
+    if (C10_UNLIKELY(finish_)) {
+      prepare_ = finish_ = nullptr;
+      request.room = nullptr;
+    }
     landings_.clear();
     fills_.clear();
     overlaps_.clear();
@@ -611,7 +616,7 @@ class ShmBackend::Flight final : public shm::Operation {
   std::vector<Overlap> overlaps_;  // the same, of what shares memory with what is written
   std::vector<Copy> landings_;     // when all is there
   std::exception_ptr trouble_;     // with these
-  std::function<void()> finish_;
+  std::function<void()> prepare_, finish_;
 
   std::vector<std::shared_ptr<Flight>> passengers_;
   std::shared_ptr<Flight> carrier_;
@@ -921,6 +926,9 @@ ShmBackend::FlightPtr ShmBackend::make(const Call& call, shm::Verb verb) const {
     case Verb::Recv:
       sources = 0;
       break;
+    case Verb::SparseAllReduce:
+      targets = 0;  // made when it is known how large they are
+      break;
     // The sides that a root has are filled in with the root.
     case Verb::Reduce:
     case Verb::Gather:
@@ -1123,106 +1131,73 @@ ShmBackend::WorkPtr ShmBackend::exchange(const Call& call, const at::Tensor& sou
   return launch(call, std::move(flight));
 }
 
-// Everybody gathers everybody's indices and values and adds them up. Returns once the ranks know
-// how many there are.
+// What each rank has of a sparse tensor, which becomes the sum of all.
+class ShmBackend::SparseSum {
+ public:
+  SparseSum(const at::Tensor& tensor, ReduceOp op) : tensor_(tensor), op_(op) {}
+
+  // This rank's part.
+  shm::Buffer own() {
+    const at::Tensor own = tensor_.coalesce();
+    indices_ = own._indices().contiguous();
+    values_ = own._values().contiguous();
+    return pieces(indices_, values_);
+  }
+  // Where the parts go, which have so many bytes.
+  std::vector<shm::Buffer> room(const std::vector<uint64_t>& bytes) {
+    std::vector<int64_t> entries = values_.sizes().vec();
+    entries[0] = 1;
+    const auto each = static_cast<uint64_t>(indices_.size(0)) * sizeof(int64_t) +
+                      static_cast<uint64_t>(c10::multiply_integers(entries)) * values_.itemsize();
+    std::vector<shm::Buffer> buffers;
+    for (const uint64_t b : bytes) {
+      TORCH_CHECK(each == 0 ? b == 0 : b % each == 0, "values of ", each, " bytes came as ", b);
+      entries[0] = static_cast<int64_t>(each == 0 ? 0 : b / each);
+      all_indices_.push_back(at::empty({indices_.size(0), entries[0]}, indices_.options()));
+      all_values_.push_back(at::empty(entries, values_.options()));
+      buffers.push_back(pieces(all_indices_.back(), all_values_.back()));
+    }
+    return buffers;
+  }
+  void add_up() {
+    const auto dtype = tensor_.scalar_type();
+    const bool low_precision = dtype == c10::kHalf || dtype == c10::kBFloat16;
+    const at::Tensor terms = at::cat(all_values_, 0);
+    const at::Tensor sum = at::_sparse_coo_tensor_unsafe(
+                               at::cat(all_indices_, 1),
+                               low_precision ? terms.to(c10::kFloat) : terms, tensor_.sizes())
+                               .coalesce();
+    if (op_ == ReduceOp::Avg) {
+      sum._values().div_(static_cast<int64_t>(all_values_.size()));
+    }
+    tensor_.copy_(low_precision ? sum.to(dtype) : sum);
+  }
+
+ private:
+  static shm::Buffer pieces(const at::Tensor& indices, const at::Tensor& values) {
+    // What this rank sends the engine only reads.
+    const auto piece = [](const at::Tensor& t) {
+      return shm::Piece{static_cast<std::byte*>(const_cast<void*>(t.const_data_ptr())), t.nbytes()};
+    };
+    return {piece(indices), piece(values)};
+  }
+
+  const at::Tensor tensor_;
+  const ReduceOp op_;
+  at::Tensor indices_, values_;
+  Tensors all_indices_, all_values_;
+};
+
 ShmBackend::WorkPtr ShmBackend::all_reduce_sparse(const Call& call, const at::Tensor& tensor,
                                                   const Reduction& reduction) {
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  FlightPtr before;
-  {
-    std::lock_guard lock(sparse_mutex_);
-    before = last_sparse_.lock();
-  }
-  if (before && !before->held()) {
-    live_->wait(*before, kNoTimeout);  // it may write the tensor
-  }
-  const at::Tensor local = tensor.coalesce();
-  const at::Tensor indices = local._indices();
-  const at::Tensor values = local._values();
-
-  // A count, and what all ranks must agree on.
-  uint64_t shape = 0;
-  for (const auto size : tensor.sizes()) {
-    shape = mix(shape, static_cast<uint64_t>(size));
-  }
-  std::vector<int64_t> facts = {values.size(0), tensor.sparse_dim(), tensor.dense_dim(),
-                                static_cast<int64_t>(shape)};
-  // For the error's text: as many sizes as most tensors have.
-  constexpr int64_t kTold = 6;
-  for (int64_t i = 0; i < kTold; ++i) {
-    facts.push_back(i < tensor.dim() ? tensor.size(i) : -1);
-  }
-  const auto width = static_cast<int64_t>(facts.size());
-  const at::Tensor all_facts = at::empty({size_, width}, at::kLong);
-  {
-    auto flight = make(call, shm::Verb::AllGather);
-    flight->read(0, at::tensor(facts, at::kLong));
-    flight->write_evenly(all_facts);
-    live_->engine().submit(flight);
-    live_->wait(*flight, kNoTimeout);
-    flight->report();
-  }
-  const auto* all = all_facts.const_data_ptr<int64_t>();
-  std::vector<int> different;
-  for (int rank = 1; rank < size_; ++rank) {
-    if (!std::equal(all + 1, all + width, all + rank * width + 1)) {
-      different.push_back(rank);
-    }
-  }
-  if (!different.empty()) {
-    std::ostringstream shapes;
-    for (int rank = 0; rank < size_; ++rank) {
-      const int64_t* told = all + rank * width;
-      shapes << (rank == 0 ? "" : ", ") << '[';
-      for (int64_t i = 0; i < std::min(told[1] + told[2], kTold); ++i) {
-        shapes << (i == 0 ? "" : ", ") << told[width - kTold + i];
-      }
-      shapes << (told[1] + told[2] > kTold ? ", ...] with " : "] with ") << told[1]
-             << " sparse dimensions on rank " << rank;
-    }
-    throw CollectiveError(
-        CollectiveError::Kind::Mismatch,
-        c10::str(call.op, ": tensor must have the same shape and sparse dimensions on all ranks, ",
-                 "got ", shapes.str(), ' ', where(place_)),
-        different, std::string(call.op), live_->engine().seq(), place_.name());
-  }
-
-  const auto gather = [&](const at::Tensor& own, int64_t dim, Tensors& parts) {
-    auto flight = make(call, shm::Verb::AllGather);
-    flight->set_dtype(own);
-    flight->read(0, own);
-    for (int rank = 0; rank < size_; ++rank) {
-      auto sizes = own.sizes().vec();
-      sizes[dim] = all[rank * width];
-      parts.push_back(at::empty(sizes, own.options()));
-      flight->receive(rank, parts.back());
-    }
-    return flight;
-  };
-  Tensors all_indices;
-  Tensors all_values;
-  live_->engine().submit(gather(indices, 1, all_indices));
-  auto flight = gather(values, 0, all_values);
+  auto flight = make(call, shm::Verb::SparseAllReduce, reduction, tensor.scalar_type());
+  flight->add_shape(tensor);
   flight->add_output(tensor);
-  // The indices are there too: collectives end in the order of their submission.
-  flight->then([tensor, reduction, all_indices, all_values, ranks = size_] {
-    const auto dtype = tensor.scalar_type();
-    const bool low_precision = dtype == c10::kHalf || dtype == c10::kBFloat16;
-    const at::Tensor terms = at::cat(all_values, 0);
-    at::Tensor sum =
-        at::_sparse_coo_tensor_unsafe(at::cat(all_indices, 1),
-                                      low_precision ? terms.to(c10::kFloat) : terms, tensor.sizes())
-            .coalesce();
-    if (reduction.op == ReduceOp::Avg) {
-      sum._values().div_(ranks);
-    }
-    tensor.copy_(low_precision ? sum.to(dtype) : sum);
-  });
-  const FlightPtr last = flight;  // so that it is nobody else's
-  {
-    std::lock_guard lock(sparse_mutex_);
-    last_sparse_ = last;
-  }
+  auto& request = flight->request;
+  request.sparse_dims = static_cast<int>(tensor.sparse_dim());
+  const auto sum = std::make_shared<SparseSum>(tensor, reduction.op);
+  request.room = [sum](const std::vector<uint64_t>& bytes) { return sum->room(bytes); };
+  flight->around([sum, &request] { request.sources = {sum->own()}; }, [sum] { sum->add_up(); });
   return launch(call, std::move(flight));
 }
 

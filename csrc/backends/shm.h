@@ -182,6 +182,7 @@ class ShmBackend final : public c10d::Backend, private VerbChecks {
   // Defined in shm.cpp.
   class Live;
   class Flight;
+  class SparseSum;
   // How a call is delivered and what it is called.
   struct Call;
 
@@ -230,9 +231,6 @@ class ShmBackend final : public c10d::Backend, private VerbChecks {
   std::mutex batch_mutex_;
   std::atomic<bool> batching_{false};
   std::vector<FlightPtr> batch_;
-
-  std::mutex sparse_mutex_;
-  std::weak_ptr<Flight> last_sparse_;
 };
 
 void bind_shm(pybind11::module_& m);

@@ -38,6 +38,7 @@ from tests.backends.verbs import (
 )
 from tests.contract import Report, gaps, verify
 from tests.harness import needs_memory, run, values
+from tests.harness.worker import FALLBACK
 from torch_c10d_ext import _C
 from torch_c10d_ext.errors import CollectiveMismatch, CollectiveTimeout, GroupClosed
 
@@ -695,21 +696,81 @@ def _sparse(rank: int, kind: str) -> Tensor:
     generator = torch.Generator().manual_seed(rank)
     if kind == "empty":
         return torch.sparse_coo_tensor(size=(5, 4), check_invariants=True)
-    count = rank + 1 if kind == "different" else 3
-    at = torch.randint(0, 4, (2, count), generator=generator)
+    count = {"different": rank + 1, "many": 70_000 + rank}.get(kind, 3)
+    high = 300 if kind == "many" else 4
+    at = torch.randint(0, high, (2, count), generator=generator)
     shape: tuple[int, ...] = (count, 3) if kind == "hybrid" else (count,)
-    given = torch.arange(float(np.prod(shape))).reshape(shape) + 10 * rank
-    return torch.sparse_coo_tensor(at, given, (5, 4, *shape[1:]), check_invariants=True)
+    given = torch.arange(float(np.prod(shape))).reshape(shape) % 1000 + 10 * rank
+    return torch.sparse_coo_tensor(at, given, (high + 1, high, *shape[1:]), check_invariants=True)
 
 
 def _sparse_sums() -> None:
     n, rank = dist.get_world_size(), dist.get_rank()
-    for kind in ("same count", "different", "hybrid", "empty"):
+    for kind in ("same count", "different", "hybrid", "empty", "many"):
         x = _sparse(rank, kind)
         dist.all_reduce(x)
         want = torch.stack([_sparse(r, kind).to_dense() for r in range(n)]).sum(0)
         assert x.is_sparse
         assert torch.equal(x.to_dense(), want), kind
+
+
+COMPLEX = (torch.complex64, torch.complex128)
+
+
+def _sparse_of_every_dtype(dtypes: tuple[torch.dtype, ...]) -> None:
+    n, rank = dist.get_world_size(), dist.get_rank()
+    for dtype, op, kind in itertools.product(dtypes, ("sum", "avg"), ("different", "hybrid")):
+        if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
+            continue
+        unit = 1 - 2j if dtype.is_complex else 1
+        x = (_sparse(rank, kind) * unit).to(dtype)
+        # Of complex values torch's own reduces a copy.
+        (ours if dtype.is_complex else dist).all_reduce(x, REDUCE_OPS[op])
+        assert x.dtype == dtype
+        want = torch.stack([_sparse(r, kind).to_dense() for r in range(n)]).sum(0) * unit
+        given = x.to_dense().to(torch.complex128 if dtype.is_complex else torch.float64)
+        want = (want / n if op == "avg" else want).to(given.dtype)
+        torch.testing.assert_close(given, want, rtol=0.01, atol=0.01)
+    # Of no sparse, or no dense, dimension that has room.
+    for shape, sparse_dims in (((3,), 0), ((0, 3), 1), ((3, 0), 1), ((), 0)):
+        ones = torch.ones(shape)
+        entries = ones.to_sparse(1) if sparse_dims else None
+        at = entries.indices() if entries is not None else torch.empty(0, 1, dtype=torch.int64)
+        values = entries.values() if entries is not None else ones[None]
+        x = torch.sparse_coo_tensor(at, values, shape, check_invariants=True)
+        dist.all_reduce(x)
+        assert torch.equal(x.to_dense(), torch.full(shape, float(n))), (shape, sparse_dims)
+
+
+@pytest.mark.parametrize("backend", ["shm", FALLBACK])
+@everywhere
+def test_reduces_sparse_tensors_of_every_dtype(size: int, backend: str) -> None:
+    dtypes = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int16)
+    run(size, _sparse_of_every_dtype, (*dtypes, *COMPLEX), backend=backend)
+
+
+def _sparse_in_flight(keys: str) -> None:
+    """The call waits for nobody; what it reads and writes is in the order of calls."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    store = dist.distributed_c10d._get_default_store()
+    x = torch.full((4, 3), rank + 1.0).to_sparse(1)
+    if rank == n - 1 and n > 1:
+        store.wait([f"{keys}{r}" for r in range(n - 1)], dt.timedelta(seconds=30))
+    y = torch.ones(2)
+    works = []
+    for _ in range(3):
+        works += [dist.all_reduce(x, async_op=True), dist.all_reduce(y, async_op=True)]
+    store.set(f"{keys}{rank}", "called")
+    for work in works:
+        work.wait()
+    assert x.to_dense().eq(n * (n + 1) / 2 * n**2).all(), x
+    assert y.eq(n**3).all(), y
+
+
+@pytest.mark.parametrize("backend", ["shm", FALLBACK])
+@everywhere
+def test_sparse_tensors_in_flight(size: int, backend: str) -> None:
+    run(size, _sparse_in_flight, f"tests/sparse/{backend}", backend=backend)
 
 
 @with_gloo

@@ -560,9 +560,9 @@ def _in_a_block(*counts: int) -> Asked:
     return outs, call
 
 
-def _sparse(*sizes: int) -> Asked:
-    x = torch.ones(sizes).to_sparse(1)
-    return [x], lambda: dist.all_reduce(x)
+def _sparse(*sizes: int, dims: int = 1, op: Any = "SUM") -> Asked:
+    x = torch.ones(sizes).to_sparse(dims)
+    return [x], lambda: dist.all_reduce(x, getattr(dist.ReduceOp, op))
 
 
 def _met() -> Asked:
@@ -586,8 +586,26 @@ MISMATCHES: dict[str, tuple[Callable[[], Asked], Callable[[], Asked], str, str]]
     "sparse shape": (
         lambda: _sparse(3, 2),
         lambda: _sparse(2, 3),
-        "[3, 2] with 1 sparse dimensions",
-        "[2, 3] with 1 sparse dimensions",
+        "all_reduce(float32 of shape [3, 2] with 1 sparse dimensions, sum)",
+        "all_reduce(float32 of shape [2, 3] with 1 sparse dimensions, sum)",
+    ),
+    "sparse dimensions": (
+        lambda: _sparse(3, 2, dims=2),
+        lambda: _sparse(3, 2),
+        "all_reduce(float32 of shape [3, 2] with 2 sparse dimensions, sum)",
+        "all_reduce(float32 of shape [3, 2] with 1 sparse dimensions, sum)",
+    ),
+    "sparse reduce op": (
+        lambda: _sparse(3, 2, op="AVG"),
+        lambda: _sparse(3, 2),
+        "all_reduce(float32 of shape [3, 2] with 1 sparse dimensions, avg)",
+        "all_reduce(float32 of shape [3, 2] with 1 sparse dimensions, sum)",
+    ),
+    "sparse or dense": (
+        lambda: _sparse(3, 2),
+        lambda: _reduced(),
+        "all_reduce(float32 of shape [3, 2] with 1 sparse dimensions, sum)",
+        "all_reduce(6 x float32, sum)",
     ),
     "tensors in a block": (
         lambda: _in_a_block(3, 3, 2),
@@ -951,11 +969,24 @@ def test_messages_pass_between_ranks_that_stay(backend: str) -> None:
 
 # --- signals -------------------------------------------------------------------------------------
 
+
+def _add_sparse(x: torch.Tensor) -> None:
+    sparse = x.to_sparse()
+    try:
+        dist.all_reduce(sparse)
+    finally:
+        kept.append(sparse)
+
+
+# Results of calls that were interrupted.
+kept: list[torch.Tensor] = []
+
 WAITS: dict[str, Callable[[torch.Tensor], Any]] = {
     "all_reduce": lambda x: dist.all_reduce(x),
     "work": lambda x: dist.all_reduce(x, async_op=True).wait(),
     "recv": lambda x: dist.recv(x, 1),
     "ours": lambda x: ours.all_reduce(x),
+    "sparse": lambda x: _add_sparse(x),
     "monitored": lambda x: ours.monitored_barrier(timeout=dt.timedelta(seconds=30)),
 }
 
@@ -973,7 +1004,7 @@ def _be_interrupted(name: str, scratch: Path) -> tuple[Report, float]:
         check_works()
         return failure, value
     check_works()
-    return failure, x[0].item()
+    return failure, (kept.pop().to_dense() if name == "sparse" else x)[0].item()
 
 
 def _come_when_told(name: str, scratch: Path) -> None:
@@ -983,6 +1014,8 @@ def _come_when_told(name: str, scratch: Path) -> None:
     x = torch.full((3,), 2.0)
     if name == "monitored":
         ours.monitored_barrier()
+    elif name == "sparse":
+        dist.all_reduce(x.to_sparse())
     else:
         dist.send(x, 0) if name == "recv" else dist.all_reduce(x)
     check_works()

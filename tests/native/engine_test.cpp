@@ -189,6 +189,62 @@ void check_all_gather(Engine& e, const Sizes& sizes, int salt) {
   }
 }
 
+// What is sent is not known before the work begins, nor how much by the others at all.
+void check_sparse(Engine& e, const Sizes& sizes, int salt) {
+  struct Late final : Operation {
+    explicit Late(Request r) : Operation(std::move(r), kPatience) {}
+    void on_begin() override {
+      request.sources = {pieces(in)};
+    }
+    Ints in;
+  };
+  std::vector<Ints> out;
+  Request r = request(Verb::SparseAllReduce);
+  r.sources.resize(1);
+  r.room = [&](const std::vector<uint64_t>& bytes) {
+    std::vector<Buffer> buffers;
+    for (const auto b : bytes) {
+      out.emplace_back(b / sizeof(int32_t));
+    }
+    for (Ints& o : out) {
+      buffers.push_back(pieces(o));
+    }
+    return buffers;
+  };
+  auto op = std::make_shared<Late>(std::move(r));
+  op->in = values(e.rank(), sizes(e.rank(), 0), salt);
+  e.submit(op);
+  finish(e, *op, "sparse all_reduce");
+  for (int p = 0; p < e.size(); ++p) {
+    expect(out[static_cast<size_t>(p)] == values(p, sizes(p, 0), salt),
+           "sparse all_reduce from " + std::to_string(p));
+  }
+}
+
+// A rank that cannot begin ends the group.
+void check_failed_begin(int size) {
+  with_ranks(size, [&](Engine& e) {
+    struct Failing final : Operation {
+      Failing() : Operation(Request(), kPatience) {}
+      void on_begin() override {
+        throw std::runtime_error("no memory");
+      }
+    };
+    std::shared_ptr<Operation> op;
+    if (e.rank() == 0) {
+      op = std::make_shared<Failing>();
+      e.submit(op);
+    } else {
+      op = start(e, request(Verb::Barrier));
+    }
+    expect(e.wait(*op, std::nullopt, nullptr), "failed begin: not done");
+    const std::string said = e.rank() == 0 ? "no memory" : "an abort by rank 0";
+    expect(op->failure() && op->failure()->kind == Failure::Kind::Closed &&
+               op->failure()->text.find(said) != std::string::npos,
+           "failed begin: " + (op->failure() ? op->failure()->text : "no failure"));
+  });
+}
+
 void check_reduce_scatter(Engine& e, const Sizes& sizes, int salt) {
   std::vector<Ints> in;
   Ints out(sizes(0, e.rank()));
@@ -298,6 +354,7 @@ void check_everything(int size) {
             Sizes([&](int from, int to) { return from == to ? count : count / 7; })}) {
         check_all_to_all(e, sizes, salt);
         check_all_gather(e, sizes, salt);
+        check_sparse(e, sizes, salt);
         check_reduce_scatter(e, sizes, salt);
         check_gather_and_scatter(e, sizes, salt % size, salt);
       }
@@ -671,6 +728,7 @@ int main() {
   check_spread();
   check_mismatch(2);
   check_mismatch(3);
+  check_failed_begin(3);
   check_faults(2);
   check_faults(3);
   if (failures == 0) {

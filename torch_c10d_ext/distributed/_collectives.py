@@ -146,7 +146,15 @@ def all_reduce(tensor: Tensor, op: Any = _SUM, group: Group = None, async_op: bo
     _check_tensor("all_reduce", "tensor", tensor, name)
     if tensor.is_sparse and not _is_compiling():
         reduce_op = getattr(dist.ReduceOp, op.upper(), op) if isinstance(op, str) else op
-        return dist.all_reduce(tensor, reduce_op, process_group(name), async_op)
+        if not tensor.is_complex():
+            return dist.all_reduce(tensor, reduce_op, process_group(name), async_op)
+        # Torch's function would reduce a copy in its place.
+        options = dist.AllreduceOptions()
+        options.reduceOp, options.asyncOp = reduce_op, async_op
+        work = process_group(name).allreduce([tensor], options)
+        if not async_op and work is not None:
+            work.wait()
+        return work if async_op else None
     reduction, factor = reduction_of(op)
     if name in _open_blocks:
         _hold(name, "all_reduce", op, group, tensor, tensor, reduction, factor)

@@ -36,6 +36,7 @@ c10d::OpType type_of(Verb verb) {
     case Verb::Barrier:
       return OpType::BARRIER;
     case Verb::AllReduce:
+    case Verb::SparseAllReduce:
       return OpType::ALLREDUCE;
     case Verb::Reduce:
       return OpType::REDUCE;

@@ -147,6 +147,9 @@ class Collective {
     }
   }
   bool is_even() const {
+    if (verb() == Verb::SparseAllReduce) {
+      return false;
+    }
     const auto same = [this](const std::vector<Span>& spans) {
       return std::all_of(spans.begin(), spans.end(),
                          [this](const Span& s) { return s.bytes() == part_bytes(); });
@@ -229,8 +232,9 @@ class Collective {
     d.root = request_.root;
     d.bytes = part_bytes();
     d.shapes = request_.shapes;
-    d.members = request_.members.size();
-    d.members_sizes = members_sizes();
+    const bool sparse = verb() == Verb::SparseAllReduce;
+    d.members = sparse ? static_cast<uint64_t>(request_.sparse_dims) : request_.members.size();
+    d.members_sizes = sparse ? request_.shapes : members_sizes();
     d.factor_real = request_.factor.real;
     d.factor_imaginary = request_.factor.imaginary;
     if (d.even && is_small()) {
@@ -241,6 +245,21 @@ class Collective {
 
   // Once everyone has entered: what is wrong, on every rank alike.
   std::optional<Failure> compare(bool strict);
+
+  // Once that is nothing: where all of it goes.
+  void make_room() {
+    if (verb() == Verb::SparseAllReduce) {
+      std::vector<uint64_t> bytes(static_cast<size_t>(n_));
+      for (int p = 0; p < n_; ++p) {
+        bytes[static_cast<size_t>(p)] = team_.table(p, seq_, 0)[me_];
+      }
+      room_ = request_.room(bytes);
+      targets_ = std::vector<Span>(room_.begin(), room_.end());
+    }
+  }
+  bool has_targets() const {
+    return !targets_.empty();
+  }
 
   // Small data, from beside the announcements.
   bool fits_eagerly() const {
@@ -297,6 +316,7 @@ class Collective {
 
   std::vector<Span> sources_;
   std::vector<Span> targets_;
+  std::vector<Buffer> room_;
   std::vector<Factor> factors_;
   bool all_even_ = true;
 };
@@ -312,7 +332,10 @@ std::string describe(const Descriptor& d) {
       out << d.bytes / element << " x ";
     }
     out << name_of(dtype);
-    if (d.members > 1) {
+    if (verb == Verb::SparseAllReduce) {
+      out << " of shape " << text_of_shapes(d.members_sizes) << " with " << d.members
+          << " sparse dimensions";
+    } else if (d.members > 1) {
       out << " in " << d.members << " tensors of sizes " << text_of_shapes(d.members_sizes);
     }
     if (static_cast<ReduceOp>(d.reduce_op) != ReduceOp::None) {
@@ -321,7 +344,7 @@ std::string describe(const Descriptor& d) {
     if (d.root >= 0) {
       out << ", root " << d.root;
     }
-    if (!d.even) {
+    if (!d.even && verb != Verb::SparseAllReduce) {
       out << ", uneven sizes";
     }
   }
@@ -366,7 +389,7 @@ std::optional<Failure> Collective::compare(bool strict) {
       factors_.push_back({d.factor_real, d.factor_imaginary});
     }
   }
-  return all_even_ ? std::nullopt : compare_tables();
+  return all_even_ || verb() == Verb::SparseAllReduce ? std::nullopt : compare_tables();
 }
 
 // What each rank sends must be what the other expects, between every two ranks: a rank that is not
@@ -555,8 +578,7 @@ class Exchange {
     return receives_ && (writers == Team::kAll || writers == rank);
   }
   bool keeps_own() const {
-    return c_.verb() != Verb::ReduceScatter && !c_.request_.sources.empty() &&
-           !c_.request_.targets.empty();
+    return c_.verb() != Verb::ReduceScatter && !c_.request_.sources.empty() && c_.has_targets();
   }
   std::pair<size_t, size_t> range(const Span& span, size_t i) const {
     const size_t offset = std::min(i * chunk_, span.bytes());
@@ -656,6 +678,7 @@ class Swap {
       case Verb::ReduceScatter:
       case Verb::AllGather:
       case Verb::AllToAll:
+      case Verb::SparseAllReduce:
         return c.n_ == 2;
       default:
         return false;
@@ -663,7 +686,8 @@ class Swap {
   }
 
   explicit Swap(const Collective& c) : c_(c), peer_(1 - c.me_), reduces_(is_reducing(c.verb())) {
-    const bool all = c.verb() == Verb::AllReduce || c.verb() == Verb::AllGather;
+    const bool all = c.verb() == Verb::AllReduce || c.verb() == Verb::AllGather ||
+                     c.verb() == Verb::SparseAllReduce;
     gives_ = &c.source(all ? c.me_ : peer_);
     takes_ = &c.target(reduces_ ? c.me_ : peer_);
     const size_t bytes = std::max(gives_->bytes(), takes_->bytes());
@@ -739,7 +763,7 @@ class Swap {
 
 // A group of one: the reduction of one value is not always that value (premul_sum).
 void run_alone(const Collective& c) {
-  if (c.request_.targets.empty()) {
+  if (!c.has_targets()) {
     return;
   }
   if (!is_reducing(c.verb())) {
@@ -761,6 +785,7 @@ Task run_collective(const Team& team, const Request& request, uint64_t seq, cons
   if (auto failure = c.compare(strict)) {
     co_return failure;
   }
+  c.make_room();
   if (team.size() == 1) {
     run_alone(c);
     co_return std::nullopt;

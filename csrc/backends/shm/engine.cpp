@@ -43,7 +43,7 @@ constexpr milliseconds kLinger{20};
 
 constexpr std::string_view kVerbs[] = {"barrier",    "all_reduce",     "reduce",     "broadcast",
                                        "all_gather", "reduce_scatter", "all_to_all", "gather",
-                                       "scatter",    "send",           "recv"};
+                                       "scatter",    "send",           "recv",       "all_reduce"};
 
 void pause() {
 #if defined(__x86_64__)
@@ -271,7 +271,8 @@ class Engine::Impl : public std::enable_shared_from_this<Engine::Impl> {
         return;
       }
       pending_.fetch_add(1);
-      urgent_.fetch_add(is_urgent(op));
+      op.urgent_ = is_urgent(op);
+      urgent_.fetch_add(op.urgent_);
       if (is_point_to_point(op.request.verb)) {
         begin(op);
         messages_late_ = std::min(messages_late_, op.submitted_ + op.timeout);
@@ -494,12 +495,10 @@ class Engine::Impl : public std::enable_shared_from_this<Engine::Impl> {
   bool advance(std::vector<Ended>& ended, bool thorough = false) {
     bool moved = false;
     if (!queue_.empty()) {
-      Operation& op = *queue_.front();
-      if (!task_) {
-        begin(op);
-        task_ = run_collective(team_, op.request, op.seq_, place_, settings_.strict);
-      }
-      if (task_.advance()) {
+      if (!task_ && !begin_front()) {
+        moved = true;
+        take_front(ended, *broken_);
+      } else if (task_.advance()) {
         moved = true;
         if (task_.finished()) {
           take_front(ended, outcome());
@@ -514,6 +513,24 @@ class Engine::Impl : public std::enable_shared_from_this<Engine::Impl> {
       moved = !ended.empty();
     }
     return moved;
+  }
+
+  bool begin_front() {
+    Operation& op = *queue_.front();
+    try {
+      begin(op);
+      task_ = run_collective(team_, op.request, op.seq_, place_, settings_.strict);
+      return true;
+    } catch (const std::exception& e) {
+      give_up(op, e.what());
+      return false;
+    }
+  }
+
+  // Out of memory in the middle of a collective: the others cannot go on without this rank.
+  void give_up(const Operation& op, const std::string& why) {
+    broken_ = std::make_shared<const Failure>(closed(op, why));
+    poison(Failure::Kind::Closed, op.request.verb, op.seq_, {});
   }
 
   bool collect_messages(std::vector<Ended>& ended) {
@@ -533,10 +550,7 @@ class Engine::Impl : public std::enable_shared_from_this<Engine::Impl> {
     try {
       return task_.failure();
     } catch (const std::exception& e) {
-      // Out of memory in the middle of a collective: the others cannot go on without this rank.
-      const Operation& op = *queue_.front();
-      broken_ = std::make_shared<const Failure>(closed(op, e.what()));
-      poison(Failure::Kind::Closed, op.request.verb, op.seq_, {});
+      give_up(*queue_.front(), e.what());
       return *broken_;
     }
   }
@@ -817,7 +831,7 @@ class Engine::Impl : public std::enable_shared_from_this<Engine::Impl> {
       return;
     }
     for (Ended& e : ended) {
-      urgent_.fetch_sub(is_urgent(*e.operation));
+      urgent_.fetch_sub(e.operation->urgent_);
       pending_.fetch_sub(1);
       end(e.operation, std::move(e.failure));
     }
@@ -892,14 +906,14 @@ class Engine::Impl : public std::enable_shared_from_this<Engine::Impl> {
     }
   }
 
-  static size_t is_urgent(const Operation& op) {
+  static bool is_urgent(const Operation& op) {
     size_t bytes = 0;
     for (const auto* buffers : {&op.request.sources, &op.request.targets}) {
       for (const Buffer& buffer : *buffers) {
         bytes += bytes_of(buffer);
       }
     }
-    return bytes >= kUrgent ? 1 : 0;
+    return bytes >= kUrgent;
   }
 
   void wake_progress_thread() {

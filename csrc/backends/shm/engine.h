@@ -30,6 +30,7 @@ enum class Verb : uint8_t {
   Scatter,
   Send,
   Recv,
+  SparseAllReduce,
 };
 
 std::string_view name_of(Verb verb);
@@ -86,7 +87,10 @@ size_t bytes_of(const Buffer& buffer);
 //   Send           1, to `peer`                   -
 //   Recv           -                              1, from `peer`, -1 for any
 //
-// AllGather, ReduceScatter, AllToAll, Gather and Scatter take parts of different sizes.
+//   SparseAllReduce  1, known when it begins      N, from room(): what rank p sent
+//
+// AllGather, ReduceScatter, AllToAll, Gather and Scatter take parts of different sizes, and so does
+// SparseAllReduce, whose ranks need not know them: it adds nothing up.
 struct Request {
   Verb verb = Verb::Barrier;
   // The elements; sizes are in bytes everywhere.
@@ -102,6 +106,11 @@ struct Request {
   uint64_t shapes = 0;
   // Compared always: the bytes of each tensor, where several travel together.
   std::vector<uint64_t> members;
+  // Of a SparseAllReduce, which compares it, and `shapes`, always.
+  int sparse_dims = 0;
+  // Of a SparseAllReduce: makes its targets, given the bytes of each rank's source. Called as
+  // Operation::on_begin() is.
+  std::function<std::vector<Buffer>(const std::vector<uint64_t>& bytes)> room;
   // Whether the caller may go on to something else. If not, the thread that waits does the work and
   // the progress thread is left asleep.
   bool async = true;
@@ -127,9 +136,10 @@ class Operation {
   explicit Operation(Request r, std::chrono::milliseconds t) : request(std::move(r)), timeout(t) {}
   virtual ~Operation() = default;
 
-  // All are called once, by the thread that drives the engine, and may not throw.
+  // All are called once, by the thread that drives the engine, and may not throw, but for
+  // on_begin() of a collective, which ends the group then.
   // Under the engine's lock, and so in the order of collectives; must not take the GIL nor use the
-  // engine. When the work begins: nothing has been read.
+  // engine. When the work begins: nothing has been read, of the request neither.
   virtual void on_begin() {}
   // When all has been written, and the next one has not begun. Not of what has failed.
   virtual void on_arrived() {}
@@ -173,6 +183,7 @@ class Operation {
   std::optional<Failure> failure_;
   uint64_t seq_ = 0;
   int source_rank_ = -1;
+  bool urgent_ = false;
   Clock::time_point submitted_, begun_, ended_;
 };
 
