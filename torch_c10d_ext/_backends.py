@@ -96,7 +96,7 @@ def _connect(store: Any, rank: int, size: int, timeout: dt.timedelta, name: str,
         gloo = dist.ProcessGroupGloo(expected.watched_store("gloo/"), rank, size, timeout=timeout)
         gloo._set_sequence_number_for_group()
     except RuntimeError:
-        expected.check()
+        expected.look()
         raise
     return _C.OverGloo(gloo, store, timeout, name, seats, settings["strict"])
 

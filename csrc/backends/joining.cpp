@@ -17,9 +17,12 @@ namespace c10d_ext {
 
 namespace {
 
+using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 using Keys = std::vector<std::string>;
 using Value = std::vector<uint8_t>;
+
+constexpr milliseconds kLook{5};
 
 // A store whose waits look around.
 class WatchedStore final : public c10d::Store {
@@ -56,7 +59,6 @@ class WatchedStore final : public c10d::Store {
     wait(keys, timeout_);
   }
   void wait(const Keys& keys, const milliseconds& timeout) override {
-    using Clock = std::chrono::steady_clock;
     constexpr milliseconds kLongest{10};
     const auto start = Clock::now();
     for (milliseconds pause{1}; !inner_->check(keys); pause = std::min(2 * pause, kLongest)) {
@@ -99,7 +101,15 @@ std::shared_ptr<const Acquaintance> acquaintance(Seats seats,
 
 void Expected::check() const {
   check_signals();
+  if (Clock::now() >= next_look_) {
+    look();
+  }
+}
+
+void Expected::look() const {
+  const auto start = Clock::now();
   const auto& mine = seats_.global_ranks;
+  std::vector<bool> asked(mine.size());  // whichever group tells: all see the same process
   for (const auto& group : OpenGroups<const Acquaintance>::of_this_process().all()) {
     if (group->seats.world != seats_.world) {
       continue;
@@ -107,18 +117,22 @@ void Expected::check() const {
     const auto& known = group->seats.global_ranks;
     for (size_t i = 0; i < known.size(); ++i) {
       const auto found = std::find(mine.begin(), mine.end(), known[i]);
-      if (found == mine.end()) {
+      const auto rank = static_cast<size_t>(found - mine.begin());
+      if (found == mine.end() || asked[rank]) {
         continue;
       }
+      asked[rank] = true;
       if (const auto pid = group->gone(static_cast<int>(i))) {
-        const auto rank = static_cast<int>(found - mine.begin());
         throw CollectiveError(CollectiveError::Kind::RankLost,
                               c10::str("shm: every rank must join the group, got: rank ", rank,
                                        " (pid ", *pid, ", gone) ", where(place_)),
-                              {rank}, "shm", 0, place_.name());
+                              {static_cast<int>(rank)}, "shm", 0, place_.name());
       }
     }
   }
+  // A twentieth of the time goes into this, whatever the number of ranks and groups.
+  const auto now = Clock::now();
+  next_look_ = now + std::max<Clock::duration>(kLook, 20 * (now - start));
 }
 
 shm::KeyValueStore Expected::part_of_store(const std::string& prefix) const {
@@ -144,16 +158,18 @@ c10::intrusive_ptr<c10d::Store> Expected::watched_store(const std::string& prefi
 void bind_joining(pybind11::module_& m) {
   namespace py = pybind11;
   py::class_<WatchedStore, c10d::Store, c10::intrusive_ptr<WatchedStore>>(m, "WatchedStore");
-  py::class_<Seats>(m, "Seats")
+  py::class_<Seats>(
+      m, "Seats",
+      "Where the ranks of a group are in the world that has met at a store; none: not known.")
       .def(py::init(&Seats::of), py::arg("store"), py::arg("global_ranks"));
-  py::class_<Expected>(m, "Expected")
+  py::class_<Expected>(m, "Expected", "The ranks that are to join a group.")
       .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                        const std::string& group_name, const Seats& seats) {
              return Expected(Group({}, group_name, rank, size), store, seats);
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("group_name"),
            py::arg("seats"))
-      .def("check", &Expected::check, py::call_guard<py::gil_scoped_release>(),
+      .def("look", &Expected::look, py::call_guard<py::gil_scoped_release>(),
            "Raises RankLost where one of the ranks is gone.")
       .def("watched_store", &Expected::watched_store, py::arg("prefix"),
            "The group's store, whose waits check().");

@@ -39,7 +39,9 @@ class Expected {
   Expected(Group place, c10::intrusive_ptr<c10d::Store> store, Seats seats)
       : place_(std::move(place)), store_(std::move(store)), seats_(std::move(seats)) {}
 
-  // Throws where one of them is gone, and lets Ctrl-C through. For waits.
+  // Throws where one of them is gone.
+  void look() const;
+  // For waits: looks now and then, and lets Ctrl-C through.
   void check() const;
 
   // What is kept in the group's store under a prefix.
@@ -53,7 +55,7 @@ class Expected {
     try {
       return join();
     } catch (const std::runtime_error& error) {
-      check();  // who is gone may have led others to leave, of which this one has heard first
+      look();  // who is gone may have led others to leave, of which this one has heard first
       C10_THROW_ERROR(
           DistBackendError,
           c10::str("shm: every rank must join the group, got: ", error.what(), ' ', where(place_)));
@@ -64,6 +66,9 @@ class Expected {
   const Group place_;
   const c10::intrusive_ptr<c10d::Store> store_;
   const Seats seats_;
+  // In a process whose ranks meet at once nobody looks.
+  mutable std::chrono::steady_clock::time_point next_look_ =
+      std::chrono::steady_clock::now() + std::chrono::milliseconds(5);
 };
 
 void bind_joining(pybind11::module_& m);

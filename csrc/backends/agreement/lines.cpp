@@ -40,7 +40,7 @@ constexpr uint32_t kLifeline = 3;
 // Of what strangers may say before they are known.
 constexpr size_t kShort = 1024;
 constexpr size_t kMostStrangers = 1024;
-constexpr milliseconds kSlice{20};
+constexpr milliseconds kSlice{10};
 // For one address to answer at all.
 constexpr milliseconds kReach{3000};
 
