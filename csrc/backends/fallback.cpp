@@ -3,7 +3,6 @@
 #include "backends/fallback.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <ATen/ops/_to_copy.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -28,6 +27,7 @@
 #include "backends/open_groups.h"
 #include "backends/parts.h"
 #include "backends/shm.h"
+#include "backends/sparse.h"
 #include "core/exchange.h"
 #include "core/gil.h"
 #include "core/memory.h"
@@ -97,22 +97,18 @@ Sizes counts_of(const Tensors& tensors) {
 }
 
 // A copy of a sparse tensor whose values gloo gathers. A complex value is two real ones there.
-at::Tensor to_wire(const at::Tensor& sparse) {
-  const auto dtype = sparse.scalar_type();
+at::Tensor to_wire(const at::Tensor& tensor) {
+  const at::Tensor sparse = added_up(tensor);
+  const auto dtype = sum_dtype(sparse.scalar_type());
   if (sparse.is_complex()) {
-    const auto wide = dtype == c10::kComplexDouble ? dtype : c10::kComplexFloat;
     auto sizes = sparse.sizes().vec();
     sizes.push_back(2);
     return at::_sparse_coo_tensor_unsafe(sparse._indices().clone(),
-                                         at::view_as_real(at::_to_copy(sparse._values(), wide)),
+                                         at::view_as_real(at::_to_copy(sparse._values(), dtype)),
                                          sizes)
         ._coalesced_(true);
   }
-  const bool native =
-      dtype == c10::kFloat || dtype == c10::kDouble || dtype == c10::kInt || dtype == c10::kLong;
-  return at::_to_copy(sparse, native                       ? dtype
-                              : c10::isFloatingType(dtype) ? c10::kFloat
-                                                           : c10::kLong);
+  return at::_to_copy(sparse, c10::isFloatingType(dtype) ? dtype : c10::kLong);
 }
 
 // What comes of it, as values of `like`.
@@ -394,7 +390,7 @@ OverGloo::WorkPtr OverGloo::allreduce_sparse(Tensors& tensors, const c10d::Allre
   c10d::AllreduceOptions options;
   options.timeout = call.timeout;
   const auto begin = [gloo = gloo_, tensor, options, divisor] {
-    Tensors sums{to_wire(tensor.coalesce())};
+    Tensors sums{to_wire(tensor)};
     const WorkPtr work = gloo->allreduce(sums, options);
     return Started{work, [sum = sums[0], tensor, divisor] {
                      if (divisor != 1) {

@@ -4,7 +4,6 @@
 
 #include <ATen/ThreadLocalState.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
@@ -26,6 +25,7 @@
 #include "backends/shm/aside.h"
 #include "backends/shm/bootstrap.h"
 #include "backends/shm/layout.h"
+#include "backends/sparse.h"
 #include "core/at_once.h"
 #include "core/failure.h"
 #include "core/future.h"
@@ -1138,9 +1138,9 @@ class ShmBackend::SparseSum {
 
   // This rank's part.
   shm::Buffer own() {
-    const at::Tensor own = tensor_.coalesce();
+    const at::Tensor own = added_up(tensor_);
     indices_ = own._indices().contiguous();
-    values_ = own._values().contiguous();
+    values_ = own._values().to(tensor_.scalar_type()).contiguous();
     return pieces(indices_, values_);
   }
   // Where the parts go, which have so many bytes.
@@ -1160,17 +1160,12 @@ class ShmBackend::SparseSum {
     return buffers;
   }
   void add_up() {
-    const auto dtype = tensor_.scalar_type();
-    const bool low_precision = dtype == c10::kHalf || dtype == c10::kBFloat16;
-    const at::Tensor terms = at::cat(all_values_, 0);
-    const at::Tensor sum = at::_sparse_coo_tensor_unsafe(
-                               at::cat(all_indices_, 1),
-                               low_precision ? terms.to(c10::kFloat) : terms, tensor_.sizes())
-                               .coalesce();
+    const at::Tensor sum =
+        added_up(at::cat(all_indices_, 1), at::cat(all_values_, 0), tensor_.sizes());
     if (op_ == ReduceOp::Avg) {
       sum._values().div_(static_cast<int64_t>(all_values_.size()));
     }
-    tensor_.copy_(low_precision ? sum.to(dtype) : sum);
+    tensor_.copy_(sum.to(tensor_.scalar_type()));
   }
 
  private:

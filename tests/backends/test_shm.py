@@ -715,6 +715,10 @@ def _sparse_sums() -> None:
 
 
 COMPLEX = (torch.complex64, torch.complex128)
+ADDED_AS_OTHERS = (
+    *(torch.uint16, torch.uint32, torch.uint64, torch.complex32),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+)
 
 
 def _sparse_of_every_dtype(dtypes: tuple[torch.dtype, ...]) -> None:
@@ -731,6 +735,14 @@ def _sparse_of_every_dtype(dtypes: tuple[torch.dtype, ...]) -> None:
         given = x.to_dense().to(torch.complex128 if dtype.is_complex else torch.float64)
         want = (want / n if op == "avg" else want).to(given.dtype)
         torch.testing.assert_close(given, want, rtol=0.01, atol=0.01)
+    # Those that torch itself does not add up, and indices that come twice.
+    for dtype in ADDED_AS_OTHERS:
+        x = torch.sparse_coo_tensor(
+            torch.tensor([[0, 2, 2]]), torch.ones(3).to(dtype), (4,), check_invariants=True
+        )
+        (ours if dtype.is_complex else dist).all_reduce(x)
+        assert (x.dtype, x._indices().tolist()) == (dtype, [[0, 2]])
+        assert x._values().to(torch.complex64).tolist() == [n, 2 * n], x
     # Of no sparse, or no dense, dimension that has room.
     for shape, sparse_dims in (((3,), 0), ((0, 3), 1), ((3, 0), 1), ((), 0)):
         ones = torch.ones(shape)
