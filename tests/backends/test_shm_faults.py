@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import logging
 import os
 import re
 import signal
@@ -14,13 +13,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import torch_c10d_ext.distributed as ours
+from tests.backends.failures import Report, check_works, report
 from tests.backends.verbs import all_gather_single, reduce_scatter_single
 from tests.harness import run
 from tests.harness.crew import crew, mark
@@ -31,37 +31,6 @@ from torch_c10d_ext._backends import shm_settings
 BACKEND = "shm"
 # shm itself, and its verbs over gloo where ranks cannot share memory.
 everywhere = pytest.mark.parametrize("backend", [BACKEND, FALLBACK])
-
-
-class Report(NamedTuple):
-    """A failure as a worker saw it."""
-
-    kind: str
-    text: str
-    ranks: list[int]
-    op: str
-    seq: int
-    at: float  # of the monotonic clock, which all processes share
-
-
-def report(call: Callable[[], Any]) -> Report:
-    """How `call` fails."""
-    try:
-        value = call()
-    except errors.CollectiveError as error:
-        at = time.monotonic()
-        assert isinstance(error, dist.DistBackendError)
-        assert f"group '{error.group}'" in str(error)
-        return Report(type(error).__name__, str(error), error.ranks, error.op, error.seq, at)
-    except (Exception, KeyboardInterrupt) as error:
-        return Report(type(error).__name__, str(error), [], "", 0, time.monotonic())
-    raise AssertionError(f"did not fail but returned {value!r}")
-
-
-def check_works(group: dist.ProcessGroup | None = None) -> None:
-    x = torch.tensor([float(2 ** dist.get_rank(group))])
-    dist.all_reduce(x, group=group)
-    assert x.item() == 2 ** dist.get_world_size(group) - 1
 
 
 # --- ranks that go away --------------------------------------------------------------------------
@@ -173,99 +142,6 @@ def test_ranks_killed_one_after_another_are_reported_each() -> None:
         f"kill() to exception: median {statistics.median(latencies) * 1e3:.2f} ms, "
         f"worst {max(latencies) * 1e3:.2f} ms"
     )
-
-
-# What makes a group of ranks 0 and 1, or of all, given another of all but rank 3.
-MAKES_A_GROUP: dict[str, Callable[[Any], Any]] = {
-    "new_group": lambda three: dist.new_group(backend=BACKEND),
-    "new_group of two": lambda three: dist.new_group([1, 0], backend=BACKEND),
-    "split_group": lambda three: dist.group.WORLD.split_group([0, 1], group_name="two"),
-    "a part's split_group": lambda three: three.split_group([0, 1], group_name="two of three"),
-    "shrink_group": lambda three: dist.shrink_group([2], three),
-}
-
-
-def _make_a_group(name: str, scratch: Path) -> Report:
-    three = dist.new_group([0, 1, 2])
-    check_works()
-    mark(scratch, f"rank {dist.get_rank()}")
-    return report(lambda: MAKES_A_GROUP[name](three))
-
-
-# Where rank 1's process ends, or stays, in the making of a group.
-PLACES = {"gloo": (dist, "ProcessGroupGloo"), "agreement": (_C, "OverGloo")}
-
-
-def _stay_at(place: str, scratch: Path) -> None:
-    def stay(*_args: Any, **_kwargs: Any) -> None:
-        mark(scratch, "rank 1")
-        time.sleep(120)
-
-    dist.new_group([0, 1, 2])
-    check_works()
-    if place:
-        setattr(*PLACES[place], stay)
-        dist.new_group(backend=BACKEND)
-    stay()
-
-
-@pytest.mark.parametrize(
-    ("name", "backend", "place"),
-    [(name, backend, "") for backend in (BACKEND, FALLBACK) for name in MAKES_A_GROUP]
-    + [("new_group", FALLBACK, place) for place in PLACES],
-)
-def test_a_rank_killed_before_it_joins_a_group_is_named(
-    name: str, backend: str, place: str
-) -> None:
-    waiting = [0, 2, 3] if name == "new_group" else [0]
-    with crew(4, backend) as ranks:
-        ranks.start(1, _stay_at, place, ranks.scratch)
-        for rank in (0, 2, 3):
-            if rank in waiting:
-                ranks.start(rank, _make_a_group, name, ranks.scratch)
-            else:
-                ranks.start(rank, _make_no_group, name)
-        for rank in (1, *waiting):
-            ranks.await_mark(f"rank {rank}")
-        killed = ranks.signal(1, signal.SIGKILL)
-        for rank in waiting:
-            failure = ranks.result(rank)
-            assert (failure.kind, failure.ranks) == ("RankLost", [1]), failure
-            pattern = (
-                rf"shm: every rank must join the group, got: rank 1 \(pid {ranks.pid(1)}, gone\) "
-                rf"\(rank {rank}/[24], group '.*'\)"
-            )
-            assert re.fullmatch(pattern, failure.text), failure.text
-            print(f"kill() to exception: {(failure.at - killed) * 1e3:.1f} ms")
-        if 2 not in waiting:
-            ranks.result(2)
-            ranks.result(3)
-
-
-def _make_no_group(name: str) -> None:
-    dist.new_group([0, 1, 2])
-    check_works()
-    if name == "new_group of two":
-        dist.new_group([1, 0], backend=BACKEND)
-
-
-def _be_interrupted_at(scratch: Path) -> Report:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    return _make_a_group("new_group", scratch)
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_an_interrupt_ends_the_making_of_a_group_over_gloo(place: str) -> None:
-    with crew(3, FALLBACK) as ranks:
-        ranks.start(0, _be_interrupted_at, ranks.scratch)
-        ranks.start(1, _stay_at, place, ranks.scratch)
-        ranks.start(2, _make_a_group, "new_group", ranks.scratch)
-        ranks.await_mark("rank 1")
-        time.sleep(0.2)
-        sent = ranks.signal(0, signal.SIGINT)
-        failure = ranks.result(0)
-        assert failure.kind == "KeyboardInterrupt", failure
-        print(f"KeyboardInterrupt {(failure.at - sent) * 1e3:.0f} ms after the signal")
 
 
 def _survive(scratch: Path) -> None:
@@ -1130,64 +1006,6 @@ def test_an_interrupt_ends_the_wait_for_a_future(name: str, backend: str) -> Non
         ranks.result(1)
         assert failure.kind == "KeyboardInterrupt"
         print(f"KeyboardInterrupt {(failure.at - sent) * 1e3:.0f} ms after the signal")
-
-
-def _make_a_group_alone(scratch: Path) -> tuple[Report, Report]:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    late = report(lambda: dist.new_group(backend=BACKEND, timeout=dt.timedelta(seconds=1)))
-    mark(scratch, "waiting")
-    interrupted = report(lambda: dist.new_group(backend=BACKEND))
-    check_works()
-    return late, interrupted
-
-
-def test_making_a_group_ends_at_the_timeout_or_an_interrupt() -> None:
-    with crew(2, BACKEND) as ranks:
-        ranks.start(0, _make_a_group_alone, ranks.scratch)
-        ranks.await_mark("waiting")
-        time.sleep(0.2)
-        ranks.signal(0, signal.SIGINT)
-        ranks.start(1, check_works)
-        late, interrupted = ranks.result(0)
-        ranks.result(1)
-        what = (
-            "shm: every rank must join the group, got: rank 1 did not join within 1 s (rank 0/2, "
-        )
-        assert late.text.startswith(what), late
-        assert interrupted.kind == "KeyboardInterrupt", interrupted
-
-
-# --- ranks that cannot share memory --------------------------------------------------------------
-
-
-def _fall_back(odd: int) -> None:
-    rank = dist.get_rank()
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("torch_c10d_ext")
-    logger.addHandler(handler)
-    if rank == odd:
-        os.environ["TORCH_C10D_EXT_SHM_DISABLE"] = "1"
-    try:
-        group = dist.new_group(backend=BACKEND)
-    finally:
-        os.environ.pop("TORCH_C10D_EXT_SHM_DISABLE", None)
-        logger.removeHandler(handler)
-    assert isinstance(group._get_backend(torch.device("cpu")), _C.OverGloo)
-    assert len(said) == (1 if rank == 0 else 0), said
-    assert all(f"rank {odd}: TORCH_C10D_EXT_SHM_DISABLE=1" in line for line in said)
-    check_works(group)
-    dist.destroy_process_group(group)
-    other = dist.new_group(backend=BACKEND)
-    assert not isinstance(other._get_backend(torch.device("cpu")), _C.OverGloo)
-    check_works(other)
-    dist.destroy_process_group(other)
-
-
-@pytest.mark.parametrize("odd", [0, 2])
-def test_all_ranks_use_gloo_where_one_cannot_share_memory(odd: int) -> None:
-    run(3, _fall_back, odd, backend=BACKEND)
 
 
 # --- groups used wrongly -------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.pool import shutdown
+
 _SPARE = 2 << 30
 # What a test before has for giving its own back.
 _PATIENCE = 20.0
@@ -15,6 +17,8 @@ def needs_memory(amount: float) -> None:
 
     Others take memory meanwhile, so there must be some to spare.
     """
+    if _free() < amount + _SPARE:
+        shutdown()  # what idle workers have; the next test starts others
     ends = time.monotonic() + _PATIENCE
     while (free := _free()) < amount + _SPARE:
         if time.monotonic() > ends:

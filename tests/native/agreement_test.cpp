@@ -2,6 +2,7 @@
 // when a test says so. Run without arguments it runs every test; with arguments, those named.
 
 #include "backends/agreement/agreement.h"
+#include "backends/agreement/lines.h"
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
@@ -627,6 +628,31 @@ void who_leaves_is_named() {
   }
 }
 
+// Who ends without a word, on another machine.
+void who_is_gone_is_known() {
+  Store store;
+  std::thread other([&] { connect_star(store.view(), {1, 2, "test"}, kLong, "machine 1"); });
+  const auto root = Agreement::join(store.view(), {0, 2, "test"}, kLong, "machine 0");
+  other.join();
+  const auto late = Clock::now() + kLong;
+  while (!root->gone(1) && Clock::now() < late) {
+    std::this_thread::sleep_for(1ms);
+  }
+  CHECK(root->gone(1) == getpid());
+  CHECK(!root->gone(0));
+}
+
+void who_has_left_is_not_gone() {
+  for (const bool apart : {false, true}) {
+    Ranks ranks(2, apart);
+    ranks.drop(1);
+    for (const auto& failure : wait_for(ranks, 2, 1)) {
+      CHECK_HAS(failure.text, "left the group");
+    }
+    CHECK(!ranks[0].gone(1));
+  }
+}
+
 void what_a_rank_called_before_it_left_counts_for_nothing() {
   Ranks ranks(3);
   Call early;
@@ -784,6 +810,8 @@ const std::vector<Test> kTests = {
     TEST(uneven_parts_fit_where_their_sizes_do),
     TEST(who_does_not_come_is_named),
     TEST(who_leaves_is_named),
+    TEST(who_is_gone_is_known),
+    TEST(who_has_left_is_not_gone),
     TEST(what_a_rank_called_before_it_left_counts_for_nothing),
     TEST(leaving_ends_what_is_in_flight),
     TEST(an_abort_is_everybodys),
