@@ -20,6 +20,7 @@ from tests.backends.verbs import VERBS, How
 from tests.contract import Report, verify
 from tests.harness import run
 from tests.harness.python_group import PythonGroup
+from torch_c10d_ext import _C
 
 COLLECTIVES = [v for v in VERBS if "isend" not in v.name]
 DEADLINE = 30.0
@@ -147,6 +148,43 @@ def _bare_group() -> None:
 
 def test_says_what_a_group_must_define() -> None:
     run(2, _bare_group)
+
+
+class _FailedWork(dist.Work):
+    def wait(self, timeout: Any = None) -> bool:
+        raise RuntimeError("no network")
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return torch.futures.Future()
+
+
+class _Failing(_Bare):
+    def allreduce(self, _tensors: Any, _opts: Any = None) -> dist.Work:
+        return _FailedWork()
+
+    def broadcast(self, _tensors: Any, _opts: Any = None) -> dist.Work:
+        return _FailedWork()
+
+    def alltoall_base(self, *_args: Any) -> dist.Work:
+        return _FailedWork()
+
+
+def _errors_are_raised_again() -> None:
+    failing = _Failing(dist.get_rank(), 2)
+    torch._C._distributed_c10d._register_process_group("failing", failing)
+    try:
+        x = torch.ones(3)
+        torch.ops.c10d_ext.all_reduce_(x, "sum", "failing")
+        work = _C.work_of(x)
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="no network"):
+                work.wait()
+    finally:
+        torch._C._distributed_c10d._unregister_process_group("failing")
+
+
+def test_errors_are_raised_by_every_wait() -> None:
+    run(2, _errors_are_raised_again)
 
 
 def _gradients(hook: Any) -> list[Tensor]:

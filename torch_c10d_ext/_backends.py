@@ -83,7 +83,7 @@ def _create_shm(options: Any, _pg_options: Any) -> Any:
 def _connect(store: Any, rank: int, size: int, timeout: dt.timedelta, name: str, seats: Any) -> Any:
     """A group's backend: shm, or its verbs over gloo on all ranks if they cannot share memory."""
     settings = shm_settings()
-    backend, why_not = _C.connect_shm(store, rank, size, timeout, name, seats, **settings)
+    backend, why_not, session = _C.connect_shm(store, rank, size, timeout, name, seats, **settings)
     if backend is not None:
         return backend
     if rank == 0 and why_not not in _told:
@@ -91,13 +91,18 @@ def _connect(store: Any, rank: int, size: int, timeout: dt.timedelta, name: str,
         _log.warning(
             "shm: the ranks of group '%s' cannot share memory, they use gloo (%s)", name, why_not
         )
+    # Under a key of its own: a group of this name may have left its addresses there.
+    store = dist.PrefixStore(f"{session}/", store)
     expected = _C.Expected(store, rank, size, name, seats)
     try:
         gloo = dist.ProcessGroupGloo(expected.watched_store("gloo/"), rank, size, timeout=timeout)
         gloo._set_sequence_number_for_group()
-    except RuntimeError:
+    except RuntimeError as error:
         expected.look()
-        raise
+        raise dist.DistBackendError(
+            f"shm: every rank must join the group, got: {error} "
+            f"(rank {rank}/{size}, group '{name}')"
+        ) from error
     return _C.OverGloo(gloo, store, timeout, name, seats, settings["strict"])
 
 

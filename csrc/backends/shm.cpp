@@ -1671,22 +1671,24 @@ ShmBackend::~ShmBackend() {
 ShmBackend::Connected ShmBackend::connect(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                           int size, const Options& options,
                                           const Settings& settings, const Seats& seats) {
-  if (size > shm::Layout::kMaxSize) {
-    return {{}, c10::str("a group has at most ", shm::Layout::kMaxSize, " ranks, got ", size)};
-  }
+  const bool fits = size <= shm::Layout::kMaxSize;
   const Group place({}, options.group_name, rank, size);
   const Expected expected(place, store, seats);
   auto shared = expected.joined([&] {
     return shm::join(expected.part_of_store("shm"), rank, size,
-                     shm::Engine::mapping_bytes(size, settings.arena), options.timeout);
+                     fits ? shm::Engine::mapping_bytes(size, settings.arena) : 0, options.timeout,
+                     fits ? ""
+                          : c10::str("a group has at most ", shm::Layout::kMaxSize,
+                                     " ranks on shared memory, got ", size));
   });
   if (!shared.membership) {
-    return {{}, shared.why_not};
+    return {{}, shared.why_not, shared.session};
   }
   auto live = Live::start(std::move(shared.membership), settings, place);
   return {
       c10::make_intrusive<ShmBackend>(rank, size, options, settings, store, seats, std::move(live)),
-      {}};
+      {},
+      shared.session};
 }
 
 bool ShmBackend::when_settled(c10d::Work& work, std::function<void(std::exception_ptr)> over) {
@@ -1799,7 +1801,7 @@ void bind_shm(pybind11::module_& m) {
          const std::string& group_name, const Seats& seats, size_t arena,
          std::chrono::microseconds spin_time, std::chrono::microseconds inline_time,
          bool progress_thread,
-         bool strict) -> std::pair<c10::intrusive_ptr<c10d::Backend>, std::string> {
+         bool strict) -> std::tuple<c10::intrusive_ptr<c10d::Backend>, std::string, std::string> {
         c10d::Backend::Options options("shm", timeout);
         options.group_name = group_name;
         ShmBackend::Settings settings;
@@ -1809,7 +1811,7 @@ void bind_shm(pybind11::module_& m) {
         settings.engine.progress_thread = progress_thread;
         settings.engine.strict = strict;
         auto connected = ShmBackend::connect(store, rank, size, options, settings, seats);
-        return {connected.backend, connected.why_not};
+        return {connected.backend, connected.why_not, connected.session};
       },
       py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("group_name"),
       py::arg("seats"), py::kw_only(), py::arg("arena"), py::arg("spin_time"),

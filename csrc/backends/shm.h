@@ -52,6 +52,8 @@ class ShmBackend final : public c10d::Backend, private VerbChecks {
     c10::intrusive_ptr<ShmBackend> backend;
     // The same text on all ranks when they cannot share memory, and so have no backend.
     std::string why_not;
+    // See shm::Joined.
+    std::string session;
   };
 
   // Collective over the group's ranks.

@@ -37,6 +37,12 @@ inline void check_signals() {
   }
 }
 
+// Whether it is Ctrl-C, or what else is no error of the call that it ends.
+inline bool is_interrupt(const pybind11::error_already_set& error) {
+  pybind11::gil_scoped_acquire gil;
+  return !error.matches(PyExc_Exception);
+}
+
 // Waits for `is_over`, which `lock` guards, and lets Ctrl-C through; false: not by `until`.
 template <class IsOver>
 bool wait_interruptibly(std::condition_variable& changed, std::unique_lock<std::mutex>& lock,

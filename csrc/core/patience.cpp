@@ -71,7 +71,7 @@ class PatientWork final : public c10d::Work {
       // gloo would close the connection at the end of a patience of its own, and knows no Ctrl-C.
       listen();
     } else if (take()) {
-      run();
+      run(/*throws=*/true);
     }
     std::unique_lock<std::mutex> lock(mutex_);
     // The taker's wait ends by the backend's own timeout.
@@ -146,12 +146,13 @@ class PatientWork final : public c10d::Work {
   void listen() {
     if (take()) {
       const auto self = c10::intrusive_ptr<PatientWork>::reclaim_copy(this);
-      std::thread([self] { self->run(); }).detach();
+      std::thread([self] { self->run(/*throws=*/false); }).detach();
     }
   }
 
-  void run() {
-    std::exception_ptr error;
+  // `throws`: what a group written in Python has raised, as it is.
+  void run(bool throws) {
+    std::exception_ptr error, raised;
     int source = -1;
     try {
       const bool arrived = inner_->wait(kNoTimeout);
@@ -159,6 +160,11 @@ class PatientWork final : public c10d::Work {
       if (inner_->retrieveOpType() == c10d::OpType::RECVANYSOURCE) {
         source = inner_->sourceRank();
       }
+    } catch (const pybind11::error_already_set& e) {
+      raised = std::current_exception();
+      // Kept as what can be thrown several times: pybind11 ends the process at the second.
+      error = std::make_exception_ptr(
+          c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, e.what()));
     } catch (...) {
       error = std::current_exception();
       if (explanations_) {
@@ -177,6 +183,9 @@ class PatientWork final : public c10d::Work {
     over_.notify_all();
     if (future) {
       settle();
+    }
+    if (raised && throws) {
+      std::rethrow_exception(raised);
     }
   }
 

@@ -205,6 +205,12 @@ class PendingWork : public c10d::Work {
       std::exception_ptr error;
       try {
         without_gil([&] { inner->wait(timeout); });
+      } catch (const pybind11::error_already_set& e) {
+        if (is_interrupt(e)) {
+          throw;  // what it waits for goes on, or has just come to its end
+        }
+        complete(std::current_exception());
+        throw;
       } catch (...) {
         error = std::current_exception();
         // A wait that ran out of patience leaves the collective in flight.
@@ -438,8 +444,11 @@ class PendingWork : public c10d::Work {
       std::rethrow_exception(error);
     } catch (const CollectiveError&) {
       return error;  // says it all
-    } catch (const pybind11::error_already_set&) {
-      return error;  // Ctrl-C
+    } catch (const pybind11::error_already_set& e) {
+      // Of a group written in Python. This may be thrown several times, which pybind11 takes for a
+      // mistake in what it threw, and ends the process.
+      return std::make_exception_ptr(c10::DistBackendError(
+          {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, text(e.what())));
     } catch (const c10::DistBackendError& e) {
       return std::make_exception_ptr(c10::DistBackendError(
           {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, text(e.what_without_backtrace())));

@@ -175,3 +175,24 @@ def _fall_back(odd: int) -> None:
 @pytest.mark.parametrize("odd", [0, 2])
 def test_all_ranks_use_gloo_where_one_cannot_share_memory(odd: int) -> None:
     run(3, _fall_back, odd, backend=BACKEND)
+
+
+def _part_again() -> None:
+    """Parts of the same ranks have the same name, under which earlier ones have left addresses."""
+    n, rank, world = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
+    kept = []
+    for turn in range(6):
+        part = world.split_group(list(range(n)), timeout=dt.timedelta(seconds=20))
+        x = torch.tensor([rank + turn])
+        part.allreduce([x]).wait()
+        assert x == sum(range(n)) + n * turn
+        if turn % 2:
+            kept.append(part)
+    for part in kept:
+        part.barrier().wait()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("backend", [BACKEND, FALLBACK])
+def test_the_same_ranks_can_part_again(backend: str, size: int) -> None:
+    run(size, _part_again, backend=backend)

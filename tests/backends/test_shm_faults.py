@@ -935,6 +935,52 @@ def _through_two_verbs(x: torch.Tensor) -> Any:
     return backend._end_coalescing().get_future()
 
 
+def _be_interrupted_all_the_time(kind: str) -> int:
+    """How often waits were interrupted, some of them where they ended."""
+    rank, hits, armed = dist.get_rank(), 0, False
+
+    def interrupt(*_args: Any) -> None:
+        nonlocal hits, armed
+        if armed:
+            armed = False
+            hits += 1
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
+    try:
+        for turn in range(300):
+            x = torch.full((20_000,), float(turn))
+            if rank == 1 and turn % 3 == 0:
+                time.sleep(0.004)
+            if kind == "message":
+                work = dist.irecv(x, 1) if rank == 0 else dist.isend(x, 0)
+            else:
+                work = dist.all_reduce(x, async_op=True)
+            while True:
+                try:
+                    armed = True
+                    work.wait()
+                    armed = False
+                    break
+                except KeyboardInterrupt:
+                    pass
+            assert x.eq(turn if kind == "message" else 2 * turn).all()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    check_works()
+    return hits
+
+
+@everywhere
+@pytest.mark.parametrize("kind", ["collective", "message"])
+def test_interrupts_at_any_time_leave_the_work_in_flight(kind: str, backend: str) -> None:
+    with crew(2, backend) as ranks:
+        hits = ranks.run(_be_interrupted_all_the_time, kind)
+        assert sum(hits) > 10, hits
+
+
 # What is not complete before the other rank calls the same.
 FUTURES: dict[str, Callable[[torch.Tensor], Any]] = {
     "work": lambda x: dist.all_reduce(x, async_op=True).get_future(),

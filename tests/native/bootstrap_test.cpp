@@ -296,6 +296,8 @@ void a_rank_that_cannot() {
   run_ranks(1, [&](int) {
     setenv("TORCH_C10D_EXT_SHM_DISABLE", "1", 1);
     CHECK_EQUAL(alone.join(0, 1).why_not, "rank 0: TORCH_C10D_EXT_SHM_DISABLE=1");
+    CHECK_EQUAL(c10d_ext::shm::join(alone.store_in(nullptr), 0, 1, kBytes, kLong, "no").why_not,
+                "rank 0: no");
   });
 }
 

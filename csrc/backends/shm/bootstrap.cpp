@@ -367,7 +367,10 @@ std::string attempt(F&& prepare) {
   }
 }
 
-void check_enabled() {
+void check_able(const std::string& cannot) {
+  if (!cannot.empty()) {
+    throw std::runtime_error(cannot);
+  }
   const char* value = std::getenv("TORCH_C10D_EXT_SHM_DISABLE");
   if (value != nullptr && *value != '\0' && std::strcmp(value, "0") != 0) {
     throw std::runtime_error("TORCH_C10D_EXT_SHM_DISABLE=" + std::string(value));
@@ -411,13 +414,17 @@ constexpr size_t kSecret = std::tuple_size_v<Secret>;
 
 class Host {
  public:
-  Host(const KeyValueStore& store, int size, size_t bytes, Deadline deadline)
-      : store_(store), bytes_(bytes), deadline_(std::move(deadline)), guests_(size) {}
+  Host(const KeyValueStore& store, int size, size_t bytes, Deadline deadline, std::string cannot)
+      : store_(store),
+        bytes_(bytes),
+        deadline_(std::move(deadline)),
+        cannot_(std::move(cannot)),
+        guests_(size) {}
 
   Joined run() {
     guests_[0].identity = identity();
     guests_[0].cannot = attempt([&] {
-      check_enabled();
+      check_able(cannot_);
       mapping_ = Mapping::create(with_pulses(bytes_, size()));
       pipe_ = Pipe::open();
     });
@@ -434,7 +441,7 @@ class Host {
     }
     announce(why_not.empty() ? Decision::Go : Decision::No, why_not);
     if (!why_not.empty()) {
-      return {nullptr, why_not};
+      return {nullptr, why_not, text_of(session_)};
     }
     std::vector<Descriptor> ends;
     for (auto& guest : guests_) {
@@ -442,7 +449,7 @@ class Host {
     }
     return {make_membership(std::move(mapping_), 0, peers_of(identities(), guests_[0].identity),
                             std::move(pipe_.write_end), std::move(ends)),
-            ""};
+            "", text_of(session_)};
   }
 
  private:
@@ -678,6 +685,7 @@ class Host {
   const KeyValueStore& store_;
   size_t bytes_;
   Deadline deadline_;
+  const std::string cannot_;
   const Secret session_ = random_secret();
   const Secret token_ = random_secret();
   std::vector<Guest> guests_;  // by rank, rank 0 included
@@ -693,14 +701,16 @@ class Host {
 
 class Visitor {
  public:
-  Visitor(const KeyValueStore& store, int rank, int size, size_t bytes, const Deadline& deadline)
+  Visitor(const KeyValueStore& store, int rank, int size, size_t bytes, const Deadline& deadline,
+          std::string cannot)
       : store_(store),
         rank_(rank),
         size_(size),
         bytes_(bytes),
         deadline_(deadline),
         // Rank 0 knows best whom it waits for: what it says at the deadline still counts.
-        patience_(deadline.extended(milliseconds(2000))) {}
+        patience_(deadline.extended(milliseconds(2000))),
+        cannot_(std::move(cannot)) {}
 
   Joined run() {
     while (true) {
@@ -710,10 +720,9 @@ class Visitor {
       std::copy_n(address.begin() + kSecret, kSecret, token.begin());
       Descriptor socket;
       const auto cannot = connect(session, socket);
-      if (cannot.empty()) {
-        return talk(socket, token);
-      }
-      if (auto joined = report(address, session, cannot)) {
+      auto joined = cannot.empty() ? talk(socket, token) : report(address, session, cannot);
+      if (joined) {
+        joined->session = text_of(session);
         return std::move(*joined);
       }
     }
@@ -776,10 +785,10 @@ class Visitor {
     throw std::runtime_error("rank 0 did not answer" + deadline_.within());
   }
 
-  Joined talk(const Descriptor& socket, const Secret& token) {
+  std::optional<Joined> talk(const Descriptor& socket, const Secret& token) {
     Pipe pipe;
     const auto cannot = attempt([&] {
-      check_enabled();
+      check_able(cannot_);
       pipe = Pipe::open();
     });
     const auto own = identity();
@@ -799,7 +808,7 @@ class Visitor {
         throw Gone("it sent something else");
       }
       if (verdict->decision == Decision::Go) {
-        return {std::move(membership), ""};
+        return Joined{std::move(membership), "", ""};
       }
       return judged(verdict->decision, message.tail<Verdict>());
     } catch (const Gone& gone) {
@@ -842,7 +851,7 @@ class Visitor {
 
   static Joined judged(Decision decision, const std::string& text) {
     if (decision == Decision::No) {
-      return {nullptr, text};
+      return {nullptr, text, ""};
     }
     throw std::runtime_error(text);
   }
@@ -851,27 +860,29 @@ class Visitor {
   int rank_, size_;
   size_t bytes_;
   Deadline deadline_, patience_;
+  const std::string cannot_;
   const Secret nonce_ = random_secret();
 };
 
 }  // namespace
 
 Joined join(const KeyValueStore& store, int rank, int size, size_t bytes,
-            std::chrono::milliseconds timeout) {
+            std::chrono::milliseconds timeout, const std::string& cannot) {
   const Deadline deadline(timeout, store.interrupt);
   if (size > 1) {
-    return rank == 0 ? Host(store, size, bytes, deadline).run()
-                     : Visitor(store, rank, size, bytes, deadline).run();
+    return rank == 0 ? Host(store, size, bytes, deadline, cannot).run()
+                     : Visitor(store, rank, size, bytes, deadline, cannot).run();
   }
+  const auto session = text_of(random_secret());
   std::shared_ptr<Mapping> mapping;
-  const auto cannot = attempt([&] {
-    check_enabled();
+  const auto why_not = attempt([&] {
+    check_able(cannot);
     mapping = Mapping::create(with_pulses(bytes, 1));
   });
-  if (!cannot.empty()) {
-    return {nullptr, "rank 0: " + cannot};
+  if (!why_not.empty()) {
+    return {nullptr, "rank 0: " + why_not, session};
   }
-  return {make_membership(std::move(mapping), 0, {this_process()}, {}, {}), ""};
+  return {make_membership(std::move(mapping), 0, {this_process()}, {}, {}), "", session};
 }
 
 }  // namespace c10d_ext::shm

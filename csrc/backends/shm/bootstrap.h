@@ -97,12 +97,16 @@ struct Joined {
   // same text on all of them ("rank 1: cannot reach rank 0's socket: Connection refused").
   std::unique_ptr<Membership> membership;
   std::string why_not;
+  // The same text on all of them, and on nobody else: what they leave in the store under it was not
+  // left by a group of the same name before.
+  std::string session;
 };
 
 // Collective over the group's ranks: all join, or none does. Throws only when the store fails or a
-// rank does not turn up before `timeout` (the text names the ranks that are missing).
+// rank does not turn up before `timeout` (the text names the ranks that are missing). `cannot`: why
+// this rank cannot share memory, where that is known.
 Joined join(const KeyValueStore& store, int rank, int size, size_t bytes,
-            std::chrono::milliseconds timeout);
+            std::chrono::milliseconds timeout, const std::string& cannot = {});
 
 // The state of a peer's process for error texts: "running", "sleeping", "stopped", "zombie",
 // "dead", from /proc; "unknown" where that cannot be read.
