@@ -290,13 +290,20 @@ void a_rank_that_cannot() {
       CHECK(joined.membership == nullptr);
       CHECK_EQUAL(joined.why_not,
                   "rank " + std::to_string(culprit) + ": TORCH_C10D_EXT_SHM_DISABLE=1");
+      group.log->set("session of " + std::to_string(rank), joined.session);
     });
+    const auto session = [&](int rank) -> std::string {
+      return group.log->find("session of " + std::to_string(rank))->value;
+    };
+    CHECK(!session(0).empty());
+    CHECK_EQUAL(session(1), session(0));
+    CHECK_EQUAL(session(2), session(0));
   }
   const Group alone;
   run_ranks(1, [&](int) {
     setenv("TORCH_C10D_EXT_SHM_DISABLE", "1", 1);
     CHECK_EQUAL(alone.join(0, 1).why_not, "rank 0: TORCH_C10D_EXT_SHM_DISABLE=1");
-    CHECK_EQUAL(c10d_ext::shm::join(alone.store_in(nullptr), 0, 1, kBytes, kLong, "no").why_not,
+    CHECK_EQUAL(c10d_ext::shm::join(store_in(alone.log), 0, 1, kBytes, kLong, "no").why_not,
                 "rank 0: no");
   });
 }
