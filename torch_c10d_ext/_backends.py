@@ -9,6 +9,8 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
+from concurrent import futures
 from typing import Any
 
 import torch.distributed as dist
@@ -26,6 +28,9 @@ _MAX_US = 10**9
 _GRACE = dt.timedelta(seconds=1)
 # What threads that waited for one have to hear that its group is closed, in seconds.
 _RETURN = 0.03
+
+# How often a wait for gloo looks around, in seconds.
+_LOOK = 0.01
 
 # Why groups of this process fell back: each reason is logged once.
 _told: set[str] = set()
@@ -94,9 +99,14 @@ def _connect(store: Any, rank: int, size: int, timeout: dt.timedelta, name: str,
     # Under a key of its own: a group of this name may have left its addresses there.
     store = dist.PrefixStore(f"{session}/", store)
     expected = _C.Expected(store, rank, size, name, seats)
+
+    def connect() -> Any:
+        made = dist.ProcessGroupGloo(expected.watched_store("gloo/"), rank, size, timeout=timeout)
+        made._set_sequence_number_for_group()
+        return made
+
     try:
-        gloo = dist.ProcessGroupGloo(expected.watched_store("gloo/"), rank, size, timeout=timeout)
-        gloo._set_sequence_number_for_group()
+        gloo = _away(connect, expected.look)
     except RuntimeError as error:
         expected.look()
         raise dist.DistBackendError(
@@ -104,6 +114,28 @@ def _connect(store: Any, rank: int, size: int, timeout: dt.timedelta, name: str,
             f"(rank {rank}/{size}, group '{name}')"
         ) from error
     return _C.OverGloo(gloo, store, timeout, name, seats, settings["strict"])
+
+
+def _away(call: Callable[[], Any], look: Callable[[], None]) -> Any:
+    """What ``call`` returns, on a thread that is left to itself where ``look`` or Ctrl-C raises.
+
+    gloo hears of neither while it connects, and waits for a rank that is gone until its timeout.
+    """
+    result: futures.Future[Any] = futures.Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="c10d_ext_gloo", daemon=True).start()
+    while True:
+        try:
+            return result.result(_LOOK)
+        except futures.TimeoutError:
+            if not result.done():
+                look()
 
 
 def _close() -> None:

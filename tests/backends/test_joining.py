@@ -44,12 +44,40 @@ def _make_a_group(name: str, scratch: Path) -> Report:
 
 
 # Where rank 1's process ends, or stays, in the making of a group.
-PLACES = {"gloo": (dist, "ProcessGroupGloo"), "agreement": (_C, "OverGloo")}
+PLACES = {
+    "gloo": (dist, "ProcessGroupGloo"),
+    "gloo, which knows its address": (dist, "ProcessGroupGloo"),
+    "agreement": (_C, "OverGloo"),
+}
+
+
+class _Told(dist.Store):
+    """Tells the others what it is told, and them alone."""
+
+    def __init__(self, store: dist.Store, stay: Callable[[], None]) -> None:
+        super().__init__()
+        self._store, self._stay = store, stay
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def get(self, _key: str) -> bytes:
+        self._stay()
+        return b""
+
+    def wait(self, _keys: list[str], _timeout: dt.timedelta | None = None) -> None:
+        self._stay()
 
 
 def _stay_at(place: str, scratch: Path) -> None:
+    gloo = dist.ProcessGroupGloo
+
     def stay(*_args: Any, **_kwargs: Any) -> None:
         mark(scratch, "rank 1")
+        if place.startswith("gloo,") and _args:
+            store, rank, size = _args
+            told = _Told(store, lambda: time.sleep(120))
+            gloo(told, rank, size, timeout=dt.timedelta(seconds=120))
         time.sleep(120)
 
     dist.new_group([0, 1, 2])
