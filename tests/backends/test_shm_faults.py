@@ -109,6 +109,38 @@ def test_a_killed_rank_is_named_on_all_survivors(name: str, backend: str) -> Non
             assert later.ranks == [victim]
 
 
+# What rank 2 waits in for rank 1, which lives, when rank 0 is killed.
+BESIDE: dict[str, Callable[[], Any]] = {
+    "recv": lambda: dist.recv(torch.empty(1), 1),
+    "recv from anyone": lambda: dist.recv(torch.empty(1)),
+    "send of 64 MiB": lambda: dist.send(torch.ones(1 << 24), 1),
+    "work": lambda: dist.irecv(torch.empty(1), 1).wait(),
+}
+
+
+def _wait_for_another(name: str, scratch: Path) -> tuple[Report, Report]:
+    check_works()
+    mark(scratch, f"rank {dist.get_rank()}")
+    return report(BESIDE[name]), report(lambda: dist.recv(torch.empty(1), 1))
+
+
+@everywhere
+@pytest.mark.parametrize("name", BESIDE)
+def test_a_killed_rank_ends_messages_of_others(name: str, backend: str) -> None:
+    with crew(3, backend) as ranks:
+        for rank in (0, 1):
+            ranks.start(rank, _idle_forever, ranks.scratch)
+        ranks.start(2, _wait_for_another, name, ranks.scratch)
+        for rank in range(3):
+            ranks.await_mark(f"rank {rank}")
+        killed = ranks.signal(0, signal.SIGKILL)
+        failures = ranks.result(2)
+        for failure in failures:
+            assert (failure.kind, failure.ranks) == ("RankLost", [0]), failure
+            assert f"got rank 0 (pid {ranks.pid(0)}, gone) (rank 2/3, " in failure.text
+        print(f"kill() to exception: {(failures[0].at - killed) * 1e3:.1f} ms")
+
+
 def _fail_in_groups_of_two(scratch: Path) -> list[float]:
     """Rank 0's failures, one with every other rank; those only wait to be killed."""
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -621,8 +621,16 @@ class Engine::Impl : public std::enable_shared_from_this<Engine::Impl> {
 
   void look_for_trouble_with_messages(Clock::time_point now, std::vector<Ended>& ended) {
     bool lost = false;
+    // Who ended without leaving ends the messages of others, too: the rank at the other end may
+    // have heard of it, and not come any more.
+    std::vector<int> dead;
     for (int p = 0; p < place_.size && !postbox_.idle(); ++p) {
-      lost |= p != place_.rank && is_lost(p);
+      if (p != place_.rank && is_lost(p)) {
+        lost = true;
+        if (team_.control(p).left.load(std::memory_order_acquire) == 0) {
+          dead.push_back(p);
+        }
+      }
     }
     if (!lost && now < messages_late_) {
       return;  // without a look at each of them, of which there may be thousands
@@ -636,6 +644,12 @@ class Engine::Impl : public std::enable_shared_from_this<Engine::Impl> {
       for (int p = 0; p < place_.size; ++p) {
         if ((peer == p || peer == -1) && is_lost(p)) {
           gone.push_back(p);
+        }
+      }
+      if (gone.empty() && !dead.empty()) {
+        gone = dead;
+        if (started && !broken_) {
+          broken_ = std::make_shared<const Failure>(rank_lost(*op, gone));  // half of it is there
         }
       }
       if (!gone.empty()) {
