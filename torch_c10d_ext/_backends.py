@@ -106,7 +106,7 @@ def _connect(store: Any, rank: int, size: int, timeout: dt.timedelta, name: str,
         return made
 
     try:
-        gloo = _away(connect, expected.look)
+        gloo = _away(connect, expected.check)
     except RuntimeError as error:
         expected.look()
         raise dist.DistBackendError(
@@ -116,8 +116,8 @@ def _connect(store: Any, rank: int, size: int, timeout: dt.timedelta, name: str,
     return _C.OverGloo(gloo, store, timeout, name, seats, settings["strict"])
 
 
-def _away(call: Callable[[], Any], look: Callable[[], None]) -> Any:
-    """What ``call`` returns, on a thread that is left to itself where ``look`` or Ctrl-C raises.
+def _away(call: Callable[[], Any], check: Callable[[], None]) -> Any:
+    """What ``call`` returns, on a thread that is left to itself where ``check`` raises.
 
     gloo hears of neither while it connects, and waits for a rank that is gone until its timeout.
     """
@@ -130,12 +130,9 @@ def _away(call: Callable[[], Any], look: Callable[[], None]) -> Any:
             result.set_exception(error)
 
     threading.Thread(target=run, name="c10d_ext_gloo", daemon=True).start()
-    while True:
-        try:
-            return result.result(_LOOK)
-        except futures.TimeoutError:
-            if not result.done():
-                look()
+    while not futures.wait([result], _LOOK).done:
+        check()
+    return result.result()
 
 
 def _close() -> None:

@@ -197,6 +197,7 @@ c10::intrusive_ptr<OverGloo::Options> OverGloo::getBackendOptions() {
   // A copy: who splits a group writes the new group's name into it.
   auto options = c10::make_intrusive<Options>(options_);
   options->timeout = timeout_;
+  options->global_ranks_in_group = seats_.global_ranks;
   return options;
 }
 

@@ -171,6 +171,8 @@ void bind_joining(pybind11::module_& m) {
            py::arg("seats"))
       .def("look", &Expected::look, py::call_guard<py::gil_scoped_release>(),
            "Raises RankLost where one of the ranks is gone.")
+      .def("check", &Expected::check, py::call_guard<py::gil_scoped_release>(),
+           "The same, now and then, for waits; lets Ctrl-C through.")
       .def("watched_store", &Expected::watched_store, py::arg("prefix"),
            "The group's store, whose waits check().");
 }

@@ -6,7 +6,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/tensor.h>
 #include <ATen/record_function.h>
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
@@ -285,11 +284,6 @@ class ShmBackend::Flight final : public shm::Operation {
         request.members.push_back(t.nbytes());
       }
     }
-  }
-  // As write(), of memory that is no result.
-  void receive(size_t part, const at::Tensor& scratch) {
-    kept_.push_back(scratch);
-    request.targets[part].push_back({writable(scratch), scratch.nbytes()});
   }
   // A result that the engine does not write itself.
   void add_output(const at::Tensor& t) {
@@ -1131,8 +1125,10 @@ ShmBackend::WorkPtr ShmBackend::exchange(const Call& call, const at::Tensor& sou
   return launch(call, std::move(flight));
 }
 
+namespace {
+
 // What each rank has of a sparse tensor, which becomes the sum of all.
-class ShmBackend::SparseSum {
+class SparseSum {
  public:
   SparseSum(const at::Tensor& tensor, ReduceOp op) : tensor_(tensor), op_(op) {}
 
@@ -1182,6 +1178,8 @@ class ShmBackend::SparseSum {
   at::Tensor indices_, values_;
   Tensors all_indices_, all_values_;
 };
+
+}  // namespace
 
 ShmBackend::WorkPtr ShmBackend::all_reduce_sparse(const Call& call, const at::Tensor& tensor,
                                                   const Reduction& reduction) {
@@ -1705,6 +1703,7 @@ c10::intrusive_ptr<ShmBackend::Options> ShmBackend::getBackendOptions() {
   // A copy: who splits a group writes the new group's name into it.
   auto options = c10::make_intrusive<Options>(options_);
   options->timeout = timeout_;
+  options->global_ranks_in_group = seats_.global_ranks;
   return options;
 }
 

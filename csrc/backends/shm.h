@@ -184,7 +184,6 @@ class ShmBackend final : public c10d::Backend, private VerbChecks {
   // Defined in shm.cpp.
   class Live;
   class Flight;
-  class SparseSum;
   // How a call is delivered and what it is called.
   struct Call;
 

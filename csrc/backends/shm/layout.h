@@ -33,7 +33,8 @@ struct Descriptor {
   uint64_t shapes;
   double factor_real;
   double factor_imaginary;
-  // Of a call with several tensors: how many, and their sizes, in elements, as a shape.
+  // Of a call with several tensors: how many, and their sizes, in elements, as a shape. Of a sparse
+  // one: its sparse dimensions, and its shape.
   uint64_t members;
   uint64_t members_sizes;
 };
