@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import math
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -389,6 +390,28 @@ def coalesced(places: dict[str, Ranks], seconds: float, targets: Targets) -> Tab
     return table
 
 
+def beside_others(places: dict[str, Ranks], size: int, seconds: float, targets: Targets) -> Table:
+    """Collectives on a machine each core of which another program wants as well."""
+    cases = [Result("all_reduce", "float32", size, each) for each in (8, 64 * KIB, MIB, 16 * MIB)]
+    with contextlib.ExitStack() as others:
+        for _ in os.sched_getaffinity(0):
+            other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            others.callback(other.wait)
+            others.callback(other.kill)
+        for case in cases:
+            peers = peers_of(places, case.collective, case.dtype)
+            left_out = (LIMIT, OP, FUNCTIONAL)
+            measure(case, [p for p in peers if p.name not in left_out], seconds / len(cases))
+    (table,) = tables(cases)
+    table.title = f"{table.title}, and one other program per core"
+    for case in cases:
+        faster = case.factor(GLOO, OURS)
+        if faster is not None:
+            what = f"{case.what}, other programs on all cores, against gloo"
+            targets.at_least(what, faster, 1)
+    return table
+
+
 def footprint(places: dict[str, Ranks], quick: bool, targets: Targets) -> Table:
     """Memory that a group takes, and what a long run adds."""
     calls = 100_000 if quick else 1_000_000
@@ -467,7 +490,7 @@ def run(options: argparse.Namespace, began: float) -> tuple[list[Table], list[Re
         for collective in options.collectives
         for size in sizes
     ]
-    share = options.seconds / (len(cases) + 20)
+    share = options.seconds / (len(cases) + (28 if options.more else 20))
     targets = Targets()
     found: list[Table] = []
 
@@ -489,6 +512,9 @@ def run(options: argparse.Namespace, began: float) -> tuple[list[Table], list[Re
                 measure(case, peers, share)
             for table in tables([case for case in mine if case in cases]):
                 show(table)
+            if options.more and "shm" in places:
+                progress(began, "beside other programs")
+                show(beside_others(places, ranks, 4 * share, targets))
             if ranks == 2 and options.more and "shm" in places:
                 progress(began, "asynchronous calls, many tensors, a long run")
                 show(overlapping(places, options.quick, targets))

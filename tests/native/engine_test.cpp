@@ -14,6 +14,7 @@
 #include <thread>
 
 #include "backends/shm/aside.h"
+#include "backends/shm/crowd.h"
 #include "backends/shm/engine.h"
 
 using namespace c10d_ext::shm;
@@ -682,6 +683,58 @@ void check_faults(int size) {
   });
 }
 
+// Fed with times of its own.
+void check_crowd() {
+  using std::chrono::microseconds;
+  Crowd crowd;
+  auto now = Crowd::Clock::now();
+  const auto gives_way_for = [&](microseconds time) {
+    crowd.gave_way(now, now + time);
+    now += time;
+  };
+  // How long ranks sleep, and then give way again.
+  const auto lasts = [&] {
+    const auto begin = now;
+    while (crowd.is_there(now) && now - begin < std::chrono::seconds(10)) {
+      now += milliseconds(1);
+    }
+    return now - begin;
+  };
+  expect(!crowd.is_there(now), "a crowd before anybody gave way");
+  gives_way_for(microseconds(900));
+  expect(!crowd.is_there(now), "a crowd after a rank's turn");
+  milliseconds expected = Crowd::kFirstPause;
+  for (int turn = 0; turn < 10; ++turn) {
+    gives_way_for(microseconds(3000));
+    expect(lasts() == expected, "a crowd that stays is looked for at wrong times");
+    expected = std::min(2 * expected, Crowd::kLongestPause);
+  }
+  now += 2 * Crowd::kLongestPause;
+  gives_way_for(microseconds(3000));
+  expect(lasts() == Crowd::kFirstPause, "a new crowd counts as the old one");
+}
+
+// Other programs on every core: ranks whose waits sleep get the right values, in time.
+void check_beside_others() {
+  std::atomic<bool> over{false};
+  std::vector<std::thread> others;
+  for (unsigned i = 0; i < 2 * std::max(1u, std::thread::hardware_concurrency()); ++i) {
+    others.emplace_back([&] {
+      while (!over.load(std::memory_order_relaxed)) {
+      }
+    });
+  }
+  with_ranks(3, [&](Engine& e) {
+    for (int i = 0; i < 100; ++i) {
+      check_all_reduce(e, i % 10 == 0 ? 100000 : 10, true, i);
+    }
+  });
+  over = true;
+  for (auto& other : others) {
+    other.join();
+  }
+}
+
 }  // namespace
 
 // Ranks that fill the machine and all start on one core end up on several, and may still run
@@ -726,6 +779,8 @@ int main() {
     check_order(size);
   }
   check_spread();
+  check_crowd();
+  check_beside_others();
   check_mismatch(2);
   check_mismatch(3);
   check_failed_begin(3);

@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "backends/shm/aside.h"
+#include "backends/shm/crowd.h"
 #include "backends/shm/postbox.h"
 #include "backends/shm/spread.h"
 #include "backends/shm/team.h"
@@ -30,6 +31,8 @@ using std::chrono::milliseconds;
 
 // A sleeper looks around at least this often, for what nobody rings for.
 constexpr milliseconds kNap{5};
+// What is left until a deadline passes while a thread falls asleep and wakes up.
+constexpr microseconds kShortest{50};
 // The first sleep of a wait, which hears of what is published alone, so that it costs less.
 constexpr milliseconds kDoze{1};
 constexpr milliseconds kInterruptEvery{50};
@@ -898,10 +901,16 @@ class Engine::Impl : public std::enable_shared_from_this<Engine::Impl> {
       if (!go_on(now)) {
         return satisfied();
       }
-      if (now - idle_since < settings_.spin_time) {
+      thread_local Crowd crowd;
+      const bool crowded = crowd.is_there(now);
+      if (!crowded && now - idle_since < settings_.spin_time) {
         spread_.look(now);
         // The rank that is waited for may want this very core.
         sched_yield();
+        crowd.gave_way(now, Clock::now());
+        continue;
+      }
+      if (crowded && deadline - now < kShortest) {
         continue;
       }
       // From here on whoever publishes rings. What was published before that is seen now.
