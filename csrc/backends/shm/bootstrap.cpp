@@ -64,6 +64,8 @@ std::string list(const std::vector<int>& ranks) {
 constexpr milliseconds kSlice{50};
 // Between two looks at what else may end a wait.
 constexpr milliseconds kLook{10};
+// How long rank 0 waits until it can accept connections again.
+constexpr milliseconds kDeaf{2000};
 
 class Deadline {
  public:
@@ -474,7 +476,7 @@ class Host {
         return;
       }
       if (deadline_.passed()) {
-        fail(list(missing) + " did not join" + deadline_.within() + deafness_);
+        fail(list(missing) + " did not join" + deadline_.within());
       }
       if (serve_sockets(slice) || look_into_store(missing)) {
         slice = milliseconds(1);
@@ -532,10 +534,18 @@ class Host {
     };
     auto stranger = accept();
     if (!stranger) {
-      deafness_ = " (rank 0 cannot accept connections: " + error_text(errno) + ")";
+      const int error = errno;
+      if (error == EAGAIN || error == EINTR || error == ECONNABORTED) {
+        return false;
+      }
+      deaf_since_ = deaf_since_.value_or(Clock::now());
+      if (Clock::now() - *deaf_since_ > kDeaf) {
+        fail("rank 0 cannot accept connections: " + error_text(error));
+      }
       deadline_.pause(milliseconds(10));
       return false;
     }
+    deaf_since_.reset();
     if (user_behind(stranger) != geteuid()) {
       return false;
     }
@@ -694,7 +704,7 @@ class Host {
   Descriptor listening_;
   std::vector<Descriptor> strangers_;  // connected, not yet known
   size_t looked_ = 0;
-  std::string deafness_;
+  std::optional<Clock::time_point> deaf_since_;
 };
 
 // --- the other ranks ---------------------------------------------------------------------------
