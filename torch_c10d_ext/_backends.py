@@ -106,7 +106,7 @@ def _connect(store: Any, rank: int, size: int, timeout: dt.timedelta, name: str,
         return made
 
     try:
-        gloo = _away(connect, expected.check)
+        gloo = _away(connect, expected.check, timeout)
     except RuntimeError as error:
         expected.look()
         raise dist.DistBackendError(
@@ -116,11 +116,12 @@ def _connect(store: Any, rank: int, size: int, timeout: dt.timedelta, name: str,
     return _C.OverGloo(gloo, store, timeout, name, seats, settings["strict"])
 
 
-def _away(call: Callable[[], Any], check: Callable[[], None]) -> Any:
+def _away(call: Callable[[], Any], check: Callable[[], None], timeout: dt.timedelta) -> Any:
     """What ``call`` returns, on a thread that is left to itself where ``check`` raises.
 
-    gloo hears of neither while it connects, and waits for a rank that is gone until its timeout.
+    gloo hears of nothing while it connects, and waits five timeouts for a rank that is gone.
     """
+    deadline = time.monotonic() + timeout.total_seconds()
     result: futures.Future[Any] = futures.Future()
 
     def run() -> None:
@@ -132,6 +133,8 @@ def _away(call: Callable[[], Any], check: Callable[[], None]) -> Any:
     threading.Thread(target=run, name="c10d_ext_gloo", daemon=True).start()
     while not futures.wait([result], _LOOK).done:
         check()
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"gloo did not connect within {timeout.total_seconds():g} s")
     return result.result()
 
 

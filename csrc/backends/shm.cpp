@@ -1353,12 +1353,12 @@ ShmBackend::WorkPtr ShmBackend::allgather(std::vector<Tensors>& outputs, Tensors
   const Tensors& parts = only_list(op, "outputs", outputs);
   check_tensor(op, "input", input);
   check_parts(op, "outputs", parts, input, "input");
+  check_all_written(op, parts);
   const auto call = Call::of(op, c10d::OpType::ALLGATHER, opts);
   auto flight = make(call, shm::Verb::AllGather);
   flight->set_dtype(input);
   flight->read(0, input);
   for (int rank = 0; rank < size_; ++rank) {
-    check_written(op, "each output", parts[rank]);
     flight->write(rank, parts[rank]);
     flight->add_shape(parts[rank]);
   }
@@ -1424,9 +1424,9 @@ ShmBackend::WorkPtr ShmBackend::gather(std::vector<Tensors>& outputs, Tensors& i
   if (rank_ == opts.rootRank) {
     const Tensors& parts = only_list(op, "outputs", outputs);
     check_parts(op, "outputs", parts, input, "input");
+    check_all_written(op, parts);
     flight->request.targets.resize(size_);
     for (int rank = 0; rank < size_; ++rank) {
-      check_written(op, "each output", parts[rank]);
       flight->write(rank, parts[rank]);
     }
   } else {
@@ -1526,11 +1526,11 @@ ShmBackend::WorkPtr ShmBackend::alltoall(Tensors& outputs, Tensors& inputs,
   C10D_EXT_CHECK_VALUE(outputs.size() == ranks && inputs.size() == ranks, op, place_,
                        "inputs and outputs must be one tensor for each of the ", size_,
                        " ranks, got ", inputs.size(), " inputs and ", outputs.size(), " outputs");
+  check_all_written(op, outputs);
   const auto call = Call::of(op, c10d::OpType::ALLTOALL, opts);
   auto flight = make(call, shm::Verb::AllToAll);
   for (size_t rank = 0; rank < ranks; ++rank) {
     check_tensor(op, "each input", inputs[rank]);
-    check_written(op, "each output", outputs[rank]);
     flight->set_dtype(inputs[rank]);
     flight->read(rank, inputs[rank]);
     flight->write(rank, outputs[rank]);

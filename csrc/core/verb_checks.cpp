@@ -1,10 +1,12 @@
 #include "core/verb_checks.h"
 
 #include <ATen/MemoryOverlap.h>
+#include <c10/util/SmallVector.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <numeric>
 
 namespace c10d_ext {
@@ -26,6 +28,29 @@ void VerbChecks::check_written(string_view op, string_view name, const at::Tenso
   C10D_EXT_CHECK_VALUE(t.is_contiguous() || at::has_internal_overlap(t) != at::MemOverlap::Yes, op,
                        place_, name, " must hold each element at a place of its own, got shape ",
                        t.sizes(), " with strides ", t.strides());
+}
+
+void VerbChecks::check_apart(string_view op, at::TensorList written) const {
+  struct Span {
+    const std::byte *begin, *end;
+    size_t index;
+  };
+  c10::SmallVector<Span, 16> spans;
+  for (size_t i = 0; i < written.size(); ++i) {
+    const at::Tensor& t = written[i];
+    if (t.numel() != 0 && (t.is_contiguous() || t.is_non_overlapping_and_dense())) {
+      const auto* data = static_cast<const std::byte*>(t.const_data_ptr());
+      spans.push_back({data, data + t.nbytes(), i});
+    }
+  }
+  std::sort(spans.begin(), spans.end(),
+            [](const Span& a, const Span& b) { return a.begin < b.begin; });
+  for (size_t i = 1; i < spans.size(); ++i) {
+    const auto [first, second] = std::minmax(spans[i - 1].index, spans[i].index);
+    C10D_EXT_CHECK_VALUE(spans[i - 1].end <= spans[i].begin, op, place_,
+                         "tensors that are written must have no memory in common, got numbers ",
+                         first, " and ", second, " that overlap");
+  }
 }
 
 const at::Tensor& VerbChecks::only(string_view op, string_view name, const Tensors& tensors) const {
@@ -74,6 +99,7 @@ void VerbChecks::check_pairs(string_view op, const Tensors& outputs, const Tenso
     check_tensor(op, "each input", inputs[i]);
     check_written(op, "each output", outputs[i]);
   }
+  check_apart(op, outputs);
 }
 
 void VerbChecks::check_list(string_view op, const Tensors& tensors) const {
@@ -85,6 +111,7 @@ void VerbChecks::check_list(string_view op, const Tensors& tensors) const {
                          "tensors must have one dtype, got ", tensors[0].scalar_type(), " and ",
                          tensor.scalar_type());
   }
+  check_apart(op, tensors);
 }
 
 void VerbChecks::check_lists(string_view op, const std::vector<Tensors>& outputs,
@@ -95,23 +122,26 @@ void VerbChecks::check_lists(string_view op, const std::vector<Tensors>& outputs
   for (const auto& input : inputs) {
     check_tensor(op, "each input", input);
   }
+  Tensors written;
   for (const auto& list : outputs) {
+    written.insert(written.end(), list.begin(), list.end());
     C10D_EXT_CHECK_VALUE(list.size() == inputs.size(), op, place_,
                          "each list of outputs must hold as many tensors as inputs, ",
                          inputs.size(), ", got ", list.size());
-    check_all_written(op, list);
     for (size_t i = 0; i < inputs.size(); ++i) {
       C10D_EXT_CHECK_VALUE(list[i].scalar_type() == inputs[i].scalar_type(), op, place_,
                            "each output must have its input's dtype, ", inputs[i].scalar_type(),
                            ", got ", list[i].scalar_type());
     }
   }
+  check_all_written(op, written);
 }
 
 void VerbChecks::check_all_written(string_view op, const Tensors& outputs) const {
   for (const auto& output : outputs) {
     check_written(op, "each output", output);
   }
+  check_apart(op, outputs);
 }
 
 void VerbChecks::check_no_lists(string_view op, string_view name, const std::vector<Tensors>& lists,

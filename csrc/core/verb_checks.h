@@ -25,6 +25,9 @@ class VerbChecks {
 
   void check_tensor(std::string_view op, std::string_view name, const at::Tensor& t) const;
   void check_written(std::string_view op, std::string_view name, const at::Tensor& t) const;
+  // None writes what another one writes. Of dense tensors; whether others overlap is too hard to
+  // tell.
+  void check_apart(std::string_view op, at::TensorList written) const;
   const at::Tensor& only(std::string_view op, std::string_view name, const Tensors& tensors) const;
   const Tensors& only_list(std::string_view op, std::string_view name,
                            const std::vector<Tensors>& lists) const;

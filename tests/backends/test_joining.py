@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.harness import run
 from tests.harness.crew import crew, mark
 from tests.harness.worker import FALLBACK
 from torch_c10d_ext import _C
+from torch_c10d_ext._backends import _away
 
 BACKEND = "shm"
 
@@ -170,6 +172,27 @@ def test_making_a_group_ends_at_the_timeout_or_an_interrupt() -> None:
         )
         assert late.text.startswith(what), late
         assert interrupted.kind == "KeyboardInterrupt", interrupted
+
+
+def test_connecting_over_gloo_ends_at_its_timeout() -> None:
+    looks, release = [0], threading.Event()
+
+    def look() -> None:
+        looks[0] += 1
+
+    try:
+        with pytest.raises(RuntimeError, match=r"gloo did not connect within 0\.2 s"):
+            _away(lambda: release.wait(60), look, dt.timedelta(seconds=0.2))
+    finally:
+        release.set()
+    assert looks[0] > 1
+    with pytest.raises(TimeoutError, match="of its own"):
+        _away(_raises, look, dt.timedelta(seconds=60))
+    assert _away(lambda: 3, look, dt.timedelta(seconds=60)) == 3
+
+
+def _raises() -> None:
+    raise TimeoutError("of its own")
 
 
 # --- ranks that cannot share memory --------------------------------------------------------------

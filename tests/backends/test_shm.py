@@ -1181,6 +1181,7 @@ def _single_machine_errors() -> None:
     """Wrong calls that need no peer to be seen."""
     n = dist.get_world_size()
     world = dist.group.WORLD
+    overlapping = list(torch.empty(n + 1).unfold(0, 2, 1))
     bad: list[tuple[str, Callable[[], Any]]] = [
         (
             "output of a wrong size",
@@ -1201,6 +1202,10 @@ def _single_machine_errors() -> None:
         ),
         ("a root that is none", lambda: world.broadcast([torch.ones(2)], n + 3).wait()),
         ("elements that share memory", lambda: dist.all_reduce(torch.ones(1).expand(4))),
+        ("an output twice", lambda: dist.all_gather([torch.empty(2)] * n, torch.ones(2))),
+        ("outputs that overlap", lambda: dist.all_to_all(overlapping, list(torch.ones(n, 2)))),
+        ("gathered overlapping", lambda: dist.gather(torch.ones(2), overlapping, dist.get_rank())),
+        ("reduced overlapping", lambda: world.allreduce_coalesced(overlapping).wait()),
     ]
     for what, fn in bad:
         try:
