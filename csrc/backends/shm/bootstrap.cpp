@@ -476,7 +476,8 @@ class Host {
         return;
       }
       if (deadline_.passed()) {
-        fail(list(missing) + " did not join" + deadline_.within());
+        fail(list(missing) + " did not join" + deadline_.within() +
+             (deaf_since_ ? " (" + deafness_ + ")" : ""));
       }
       if (serve_sockets(slice) || look_into_store(missing)) {
         slice = milliseconds(1);
@@ -539,8 +540,9 @@ class Host {
         return false;
       }
       deaf_since_ = deaf_since_.value_or(Clock::now());
+      deafness_ = "rank 0 cannot accept connections: " + error_text(error);
       if (Clock::now() - *deaf_since_ > kDeaf) {
-        fail("rank 0 cannot accept connections: " + error_text(error));
+        fail(deafness_);
       }
       deadline_.pause(milliseconds(10));
       return false;
@@ -705,6 +707,7 @@ class Host {
   std::vector<Descriptor> strangers_;  // connected, not yet known
   size_t looked_ = 0;
   std::optional<Clock::time_point> deaf_since_;
+  std::string deafness_;
 };
 
 // --- the other ranks ---------------------------------------------------------------------------
