@@ -29,6 +29,8 @@ _GRACE = dt.timedelta(seconds=1)
 # What threads that waited for one have to hear that its group is closed, in seconds.
 _RETURN = 0.03
 
+# What clocks can count.
+_LONGEST = dt.timedelta(days=365)
 # How often a wait for gloo looks around, in seconds.
 _LOOK = 0.01
 
@@ -88,6 +90,13 @@ def _create_shm(options: Any, _pg_options: Any) -> Any:
 def _connect(store: Any, rank: int, size: int, timeout: dt.timedelta, name: str, seats: Any) -> Any:
     """A group's backend: shm, or its verbs over gloo on all ranks if they cannot share memory."""
     settings = shm_settings()
+    if timeout < dt.timedelta():
+        # Also what torch makes of timedelta.max, which its microseconds cannot hold.
+        raise ValueError(
+            f"shm: the timeout must be from 0 to 292000 years, got {timeout.total_seconds():g} s "
+            f"(rank {rank}/{size}, group '{name}')"
+        )
+    timeout = min(timeout, _LONGEST)
     backend, why_not, session = _C.connect_shm(store, rank, size, timeout, name, seats, **settings)
     if backend is not None:
         return backend

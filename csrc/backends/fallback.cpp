@@ -28,6 +28,7 @@
 #include "backends/parts.h"
 #include "backends/shm.h"
 #include "backends/sparse.h"
+#include "core/bounded.h"
 #include "core/exchange.h"
 #include "core/gil.h"
 #include "core/memory.h"
@@ -389,7 +390,7 @@ OverGloo::WorkPtr OverGloo::allreduce_sparse(Tensors& tensors, const c10d::Allre
                              std::move(said).reduced_by(name_of(reduction.op)));
   const int64_t divisor = reduction.op == ReduceOp::Avg ? size_ : 1;
   c10d::AllreduceOptions options;
-  options.timeout = call.timeout;
+  options.timeout = std::min(call.timeout, kLongestWait);
   const auto begin = [gloo = gloo_, tensor, options, divisor] {
     Tensors sums{to_wire(tensor)};
     const WorkPtr work = gloo->allreduce(sums, options);
@@ -773,7 +774,7 @@ c10::intrusive_ptr<c10d::Backend> OverGloo::shrink(const std::vector<int64_t>& r
 
 void OverGloo::setTimeout(Milliseconds timeout) {
   timeout_ = timeout;
-  gloo_->setTimeout(timeout);
+  gloo_->setTimeout(bounded(timeout));
 }
 
 uint64_t OverGloo::getSequenceNumberForGroup() {

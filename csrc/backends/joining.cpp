@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "backends/open_groups.h"
+#include "core/bounded.h"
 #include "core/failure.h"
 #include "core/gil.h"
 
@@ -59,10 +60,10 @@ class WatchedStore final : public c10d::Store {
     wait(keys, timeout_);
   }
   void wait(const Keys& keys, const milliseconds& timeout) override {
-    constexpr milliseconds kLongest{10};
-    const auto start = Clock::now();
-    for (milliseconds pause{1}; !inner_->check(keys); pause = std::min(2 * pause, kLongest)) {
-      if (Clock::now() - start >= timeout) {
+    constexpr milliseconds kPause{10};
+    const auto late = Clock::now() + bounded(timeout);
+    for (milliseconds pause{1}; !inner_->check(keys); pause = std::min(2 * pause, kPause)) {
+      if (Clock::now() >= late) {
         C10_THROW_ERROR(DistStoreError,
                         c10::str("nobody has set ", c10::Join(", ", keys), " within ",
                                  std::chrono::duration<double>(timeout).count(), " s"));

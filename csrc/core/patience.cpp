@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "backends/shm/bootstrap.h"
+#include "core/bounded.h"
 #include "core/gil.h"
 
 namespace c10d_ext {
@@ -66,7 +67,7 @@ class PatientWork final : public c10d::Work {
     using Clock = std::chrono::steady_clock;
     check_at_home();
     const bool limited = timeout != kNoTimeout;
-    const auto until = limited ? Clock::now() + timeout : Clock::time_point::max();
+    const auto until = limited ? Clock::now() + bounded(timeout) : Clock::time_point::max();
     if (limited || explanations_) {
       // gloo would close the connection at the end of a patience of its own, and knows no Ctrl-C.
       listen();

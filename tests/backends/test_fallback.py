@@ -38,13 +38,13 @@ sizes = pytest.mark.parametrize("size", SIZES)
 
 
 @contextlib.contextmanager
-def fallen_back(odd: int = 1) -> Iterator[Any]:
+def fallen_back(odd: int = 1, **kwargs: Any) -> Iterator[Any]:
     """A group in which rank `odd` cannot share memory, as the default group."""
     world = dist.group.WORLD
     rank = dist.get_rank()
     if rank == min(odd, dist.get_world_size() - 1):
         os.environ["TORCH_C10D_EXT_SHM_DISABLE"] = "1"
-    group = dist.new_group(backend="shm")
+    group = dist.new_group(backend="shm", **kwargs)
     c10d._update_default_pg(group)
     try:
         yield group
@@ -294,6 +294,23 @@ def _times_out() -> None:
         dist.barrier(world)
 
 
+def _never_is_a_timeout() -> None:
+    world, n, never = dist.group.WORLD, dist.get_world_size(), dt.timedelta(days=365_000)
+    with fallen_back(timeout=never) as group:
+        x = torch.ones(3)
+        if dist.get_rank() == 0:
+            work = dist.all_reduce(x, async_op=True)
+            dist.barrier(world)
+        else:
+            dist.barrier(world)
+            work = dist.all_reduce(x, async_op=True)
+        assert work.wait(never)
+        assert torch.equal(x, torch.full((3,), float(n)))
+        group.set_timeout(never)
+        dist.all_reduce(x)
+        group.monitored_barrier(never)
+
+
 def _ends() -> None:
     with fallen_back() as group:
         backend = group._get_backend(CPU)
@@ -306,6 +323,6 @@ def _ends() -> None:
 def test_what_is_its_own(size: int) -> None:
     for fn in (
         *(_says_what_is_wrong, _mixed_lists, _ours, _ours_and_torchs_meet, _keeps_nan, _in_a_block),
-        *(_callbacks_may_wait, _times_out, _ends),
+        *(_callbacks_may_wait, _times_out, _never_is_a_timeout, _ends),
     ):
         run(size, fn, backend="gloo")

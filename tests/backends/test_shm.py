@@ -1085,6 +1085,26 @@ def _wait_has_its_own_timeout() -> None:
     assert torch.equal(x, torch.full((3,), float(n)))
 
 
+def _never_is_a_timeout() -> None:
+    n, rank, never = dist.get_world_size(), dist.get_rank(), dt.timedelta(days=365_000)
+    store = dist.distributed_c10d._get_default_store()
+    with subgroup(timeout=never) as group:
+        x = torch.ones(3)
+        if rank == 0:
+            work = dist.all_reduce(x, group=group, async_op=True)
+            store.set("shm/is in flight", "")
+        else:
+            store.wait(["shm/is in flight"], dt.timedelta(seconds=20))
+            work = dist.all_reduce(x, group=group, async_op=True)
+        assert work.wait(never)
+        assert torch.equal(x, torch.full((3,), float(n)))
+        group.monitored_barrier(never)
+    for wrong in (dt.timedelta.max, dt.timedelta(seconds=-1)):
+        error = raised(ValueError, lambda wrong=wrong: dist.new_group(timeout=wrong))
+        assert "shm: the timeout must be from 0 to 292000 years, got -" in str(error)
+        assert f"(rank {rank}/{n}, group '" in str(error)
+
+
 def _monitored_barrier_names_the_missing() -> None:
     n, rank = dist.get_world_size(), dist.get_rank()
     with subgroup() as group:
@@ -1127,6 +1147,7 @@ def test_timeouts_and_ends(size: int) -> None:
     for fn in (
         _times_out,
         _times_out_per_call,
+        _never_is_a_timeout,
         _wait_has_its_own_timeout,
         _monitored_barrier_names_the_missing,
         _aborts,

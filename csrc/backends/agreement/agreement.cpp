@@ -23,6 +23,7 @@
 #include "backends/agreement/referee.h"
 #include "backends/agreement/roster.h"
 #include "backends/quiet_thread.h"
+#include "core/bounded.h"
 
 namespace c10d_ext {
 
@@ -38,7 +39,7 @@ constexpr Milliseconds kVerdict{2000};
 constexpr auto kNever = Clock::time_point::max();
 
 Clock::time_point after(Milliseconds time) {
-  return Clock::now() + std::clamp(time, Milliseconds(0), Milliseconds(std::chrono::days(365)));
+  return Clock::now() + bounded(time);
 }
 
 std::string seconds(Milliseconds time) {

@@ -24,6 +24,8 @@
 #include <stdexcept>
 #include <system_error>
 
+#include "core/bounded.h"
+
 namespace c10d_ext {
 
 namespace {
@@ -55,9 +57,7 @@ std::string error_text(int error) {
 class Deadline {
  public:
   Deadline(milliseconds timeout, const std::function<void()>& interrupt)
-      : timeout_(std::clamp(timeout, milliseconds(0), milliseconds(std::chrono::days(365)))),
-        at_(Clock::now() + timeout_),
-        interrupt_(interrupt) {}
+      : timeout_(bounded(timeout)), at_(Clock::now() + timeout_), interrupt_(interrupt) {}
 
   bool passed() const {
     return Clock::now() >= at_;
@@ -65,7 +65,7 @@ class Deadline {
   // A deadline of its own that is not later.
   Deadline within(milliseconds timeout) const {
     Deadline sooner = *this;
-    sooner.at_ = std::min(at_, Clock::now() + timeout);
+    sooner.at_ = std::min(at_, Clock::now() + bounded(timeout));
     return sooner;
   }
   // Returns once something happened to one of `fds`, or after a while.

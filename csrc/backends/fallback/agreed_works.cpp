@@ -17,6 +17,7 @@
 
 #include "backends/quiet_thread.h"
 #include "backends/shm.h"
+#include "core/bounded.h"
 #include "core/failure.h"
 #include "core/gil.h"
 #include "core/patience.h"
@@ -186,7 +187,7 @@ class AgreedWork final : public c10d::Work {
     using Clock = std::chrono::steady_clock;
     check_at_home();
     const bool limited = timeout > Milliseconds(0);
-    const auto until = limited ? Clock::now() + timeout : Clock::time_point::max();
+    const auto until = limited ? Clock::now() + bounded(timeout) : Clock::time_point::max();
     std::unique_lock lock(mutex_);
     if (!wait_interruptibly(changed_, lock, until, [this] { return over_; })) {
       lock.unlock();

@@ -36,6 +36,7 @@
 #include <utility>
 
 #include "backends/shm/liveness.h"
+#include "core/bounded.h"
 
 namespace c10d_ext::shm {
 
@@ -70,7 +71,7 @@ constexpr milliseconds kDeaf{2000};
 class Deadline {
  public:
   Deadline(milliseconds timeout, std::function<void()> interrupt)
-      : timeout_(std::clamp(timeout, milliseconds(0), milliseconds(std::chrono::days(365)))),
+      : timeout_(bounded(timeout)),
         at_(Clock::now() + timeout_),
         interrupt_(std::move(interrupt)) {}
 
@@ -182,6 +183,7 @@ struct Hello {
   int32_t rank;
   int32_t size;
   Secret token;
+  uint32_t hopeless;
   uint64_t bytes;
   int64_t milliseconds_left;
   Identity identity;
@@ -193,6 +195,7 @@ struct Offer {
 
 struct Answer {
   Kind kind;
+  uint32_t hopeless;
 };  // followed by why the rank cannot join, or nothing
 
 struct Verdict {
@@ -358,14 +361,28 @@ uid_t user_behind(const Descriptor& socket) {
 
 // --- what both sides do ------------------------------------------------------------------------
 
-// Why `prepare` failed, or an empty text. It must not wait.
+// Why a rank cannot share memory.
+struct Obstacle {
+  std::string text;
+  // Sockets want more of what is missing than memory does: the ranks cannot do without it either.
+  bool hopeless = false;
+
+  explicit operator bool() const {
+    return !text.empty();
+  }
+};
+
+// Why `prepare` failed, if it did. It must not wait.
 template <class F>
-std::string attempt(F&& prepare) {
+Obstacle attempt(F&& prepare) {
   try {
     prepare();
-    return "";
+    return {};
+  } catch (const std::system_error& error) {
+    const int code = error.code().value();
+    return {error.what(), code == EMFILE || code == ENFILE};
   } catch (const std::exception& error) {
-    return error.what();
+    return {error.what()};
   }
 }
 
@@ -401,7 +418,7 @@ std::vector<Peer> peers_of(const std::vector<Identity>& identities, const Identi
 // earlier group of the same name is never taken for an answer.
 constexpr const char* kAddress = "address";  // session and token
 
-std::string key_of(const Secret& session, int rank) {  // nonce, and why the rank cannot join
+std::string key_of(const Secret& session, int rank) {  // nonce, "1" if hopeless, the text
   return text_of(session) + "/" + std::to_string(rank);
 }
 
@@ -431,19 +448,22 @@ class Host {
       pipe_ = Pipe::open();
     });
     const auto deaf = attempt([&] { listening_ = listen_at(session_); });
-    if (guests_[0].cannot.empty()) {
+    if (!guests_[0].cannot) {
       guests_[0].cannot = deaf;
     }
     store_.set(kAddress, text_of(session_) + text_of(token_));
     gather();
     auto why_not = reasons();
-    if (why_not.empty()) {
+    if (!why_not) {
       share();
       why_not = reasons();
     }
-    announce(why_not.empty() ? Decision::Go : Decision::No, why_not);
-    if (!why_not.empty()) {
-      return {nullptr, why_not, text_of(session_)};
+    if (why_not.hopeless) {
+      fail(why_not.text);
+    }
+    announce(why_not ? Decision::No : Decision::Go, why_not.text);
+    if (why_not) {
+      return {nullptr, why_not.text, text_of(session_)};
     }
     std::vector<Descriptor> ends;
     for (auto& guest : guests_) {
@@ -457,7 +477,7 @@ class Host {
  private:
   struct Guest {
     Identity identity{};
-    std::string cannot;
+    Obstacle cannot;
     Descriptor socket;  // of those that connected
     Descriptor end;
     std::string nonce;  // of those that could not
@@ -569,19 +589,19 @@ class Host {
     }
     auto& guest = guests_[hello->rank];
     guest.identity = hello->identity;
-    guest.cannot = message->tail<Hello>();
+    guest.cannot = {message->tail<Hello>(), hello->hopeless != 0};
     guest.socket = std::move(socket);
     deadline_.shorten(milliseconds(hello->milliseconds_left));
-    if (!guest.cannot.empty()) {
+    if (guest.cannot) {
       return true;
     }
     if (hello->size != size() || hello->bytes != bytes_) {
       std::ostringstream text;
       text << "asks for " << hello->bytes << " bytes and " << hello->size << " ranks, rank 0 for "
            << bytes_ << " and " << size();
-      guest.cannot = text.str();
+      guest.cannot = {text.str()};
     } else if (message->descriptors.empty()) {
-      guest.cannot = "rank 0 has too many open files";
+      guest.cannot = {"rank 0 has too many open files", true};
     } else {
       guest.end = std::move(message->descriptors[0]);
     }
@@ -596,8 +616,10 @@ class Host {
       return false;
     }
     const auto value = store_.get(key, deadline_.left());
-    guests_[rank].nonce = value.substr(0, kSecret);
-    guests_[rank].cannot = value.substr(std::min(kSecret, value.size()));
+    if (value.size() > kSecret) {
+      guests_[rank].nonce = value.substr(0, kSecret);
+      guests_[rank].cannot = {value.substr(kSecret + 1), value[kSecret] == '1'};
+    }
     return true;
   }
 
@@ -623,29 +645,32 @@ class Host {
                deadline_);
         }
         const auto message = receive(guest.socket, deadline_);
-        if (!message.head<Answer>(Kind::Answer)) {
+        const auto answer = message.head<Answer>(Kind::Answer);
+        if (!answer) {
           throw Gone("it sent something else");
         }
-        guest.cannot = message.tail<Answer>();
+        guest.cannot = {message.tail<Answer>(), answer->hopeless != 0};
       } catch (const Gone& gone) {
         fail(name(rank) + " left while joining: " + gone.what());
       }
     }
   }
 
-  // The same on all ranks: the first rank that cannot, and how many more there are.
-  std::string reasons() const {
-    std::string text;
+  // The same on all ranks: the first rank that cannot, for which there is no hope if there is one,
+  // and how many more there are.
+  Obstacle reasons() const {
+    Obstacle first;
     int more = -1;
     for (int rank = 0; rank < size(); ++rank) {
-      if (!guests_[rank].cannot.empty() && ++more == 0) {
-        text = "rank " + std::to_string(rank) + ": " + guests_[rank].cannot;
+      const auto& cannot = guests_[rank].cannot;
+      if (cannot && (++more == 0 || (cannot.hopeless && !first.hopeless))) {
+        first = {"rank " + std::to_string(rank) + ": " + cannot.text, cannot.hopeless};
       }
     }
     if (more > 0) {
-      text += " (and " + std::to_string(more) + (more == 1 ? " more rank)" : " more ranks)");
+      first.text += " (and " + std::to_string(more) + (more == 1 ? " more rank)" : " more ranks)");
     }
-    return text;
+    return first;
   }
 
   void announce(Decision decision, const std::string& text) {
@@ -733,7 +758,7 @@ class Visitor {
       std::copy_n(address.begin() + kSecret, kSecret, token.begin());
       Descriptor socket;
       const auto cannot = connect(session, socket);
-      auto joined = cannot.empty() ? talk(socket, token) : report(address, session, cannot);
+      auto joined = cannot ? report(address, session, cannot) : talk(socket, token);
       if (joined) {
         joined->session = text_of(session);
         return std::move(*joined);
@@ -756,32 +781,33 @@ class Visitor {
     return address;
   }
 
-  // Why it is impossible, or an empty text.
-  std::string connect(const Secret& session, Descriptor& socket) {
+  // Why it is impossible, if it is.
+  Obstacle connect(const Secret& session, Descriptor& socket) {
     Descriptor made;
-    if (auto error = attempt([&] { made = open_socket(); }); !error.empty()) {
-      return error;
+    if (auto obstacle = attempt([&] { made = open_socket(); })) {
+      return obstacle;
     }
     const Address address(session);
     while (::connect(made.get(), address.get(), address.length) < 0) {
       if ((errno != EAGAIN && errno != EINTR) || deadline_.passed()) {
-        return "cannot reach rank 0's socket: " + error_text(errno);
+        return {"cannot reach rank 0's socket: " + error_text(errno)};
       }
       deadline_.pause(milliseconds(1));  // many ranks come at the same time
     }
     if (user_behind(made) != geteuid()) {
-      return "runs as user " + std::to_string(geteuid()) + ", rank 0 as user " +
-             std::to_string(user_behind(made));
+      return {"runs as user " + std::to_string(geteuid()) + ", rank 0 as user " +
+              std::to_string(user_behind(made))};
     }
     socket = std::move(made);
-    return "";
+    return {};
   }
 
   // Through the store. Nothing when the address was one of an earlier group and rank 0 has put a
   // new one there: what is found under the old one does not name our nonce.
   std::optional<Joined> report(const std::string& address, const Secret& session,
-                               const std::string& cannot) {
-    store_.set(key_of(session, rank_), text_of(nonce_) + cannot);
+                               const Obstacle& cannot) {
+    store_.set(key_of(session, rank_),
+               text_of(nonce_) + (cannot.hopeless ? "1" : "0") + cannot.text);
     for (milliseconds slice{1}; !patience_.passed(); slice = std::min(2 * slice, kSlice)) {
       if (store_.has(verdict_key(session))) {
         const auto verdict = store_.get(verdict_key(session), patience_.left());
@@ -805,15 +831,16 @@ class Visitor {
       pipe = Pipe::open();
     });
     const auto own = identity();
-    const Hello hello{Kind::Hello, rank_, size_, token, bytes_, deadline_.left().count(), own};
+    const Hello hello{
+        Kind::Hello, rank_, size_, token, cannot.hopeless, bytes_, deadline_.left().count(), own};
     try {
-      send(socket, encode(hello, cannot),
-           cannot.empty() ? std::vector<int>{pipe.read_end.get()} : std::vector<int>{}, deadline_);
+      send(socket, encode(hello, cannot.text),
+           cannot ? std::vector<int>{} : std::vector<int>{pipe.read_end.get()}, deadline_);
       auto message = receive(socket, patience_);
       std::unique_ptr<Membership> membership;
       if (message.head<Offer>(Kind::Offer)) {
         const auto refused = accept(socket, message, own, pipe, membership);
-        send(socket, encode(Answer{Kind::Answer}, refused), {}, patience_);
+        send(socket, encode(Answer{Kind::Answer, refused.hopeless}, refused.text), {}, patience_);
         message = receive(socket, patience_);
       }
       const auto verdict = message.head<Verdict>(Kind::Verdict);
@@ -829,9 +856,9 @@ class Visitor {
     }
   }
 
-  // Takes the memory and the pipes of all peers. Returns why that is impossible, or nothing.
-  std::string accept(const Descriptor& socket, Message& offer, const Identity& own, Pipe& pipe,
-                     std::unique_ptr<Membership>& membership) {
+  // Takes the memory and the pipes of all peers. Returns why that is impossible, if it is.
+  Obstacle accept(const Descriptor& socket, Message& offer, const Identity& own, Pipe& pipe,
+                  std::unique_ptr<Membership>& membership) {
     const auto table = offer.tail<Offer>();
     auto fds = std::move(offer.descriptors);
     for (size_t sent = kMaxDescriptors; sent < static_cast<size_t>(size_);
@@ -841,7 +868,7 @@ class Visitor {
     }
     return attempt([&] {
       if (fds.size() != static_cast<size_t>(size_)) {  // the memory, and a pipe of each other rank
-        throw std::runtime_error("too many open files");
+        throw std::system_error(EMFILE, std::generic_category(), "cannot take the shared memory");
       }
       std::vector<Identity> identities(size_);
       if (table.size() != identities.size() * sizeof(Identity)) {
@@ -892,8 +919,11 @@ Joined join(const KeyValueStore& store, int rank, int size, size_t bytes,
     check_able(cannot);
     mapping = Mapping::create(with_pulses(bytes, 1));
   });
-  if (!why_not.empty()) {
-    return {nullptr, "rank 0: " + why_not, session};
+  if (why_not.hopeless) {
+    throw std::runtime_error("rank 0: " + why_not.text);
+  }
+  if (why_not) {
+    return {nullptr, "rank 0: " + why_not.text, session};
   }
   return {make_membership(std::move(mapping), 0, {this_process()}, {}, {}), "", session};
 }

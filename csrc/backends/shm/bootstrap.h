@@ -94,7 +94,8 @@ class Membership {
 
 struct Joined {
   // Set when every rank shares the memory; otherwise every rank has none, and `why_not` is the
-  // same text on all of them ("rank 1: cannot reach rank 0's socket: Connection refused").
+  // same text on all of them ("rank 1: cannot reach rank 0's socket: Connection refused"). Where a
+  // rank has no descriptors left, joining fails instead on all of them.
   std::unique_ptr<Membership> membership;
   std::string why_not;
   // The same text on all of them, and on nobody else: what they leave in the store under it was not

@@ -12,6 +12,7 @@
 #include <list>
 #include <mutex>
 #include <sstream>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -20,6 +21,7 @@
 #include "backends/shm/postbox.h"
 #include "backends/shm/spread.h"
 #include "backends/shm/team.h"
+#include "core/bounded.h"
 
 namespace c10d_ext::shm {
 
@@ -254,6 +256,7 @@ class Engine::Impl : public std::enable_shared_from_this<Engine::Impl> {
   void submit(const std::shared_ptr<Operation>& operation) {
     Operation& op = *operation;
     op.submitted_ = Clock::now();
+    op.timeout = bounded(op.timeout);
     if (forked()) {
       end(operation,
           closed(op, "the group must be used in the process that created it, got a forked child"));
@@ -305,7 +308,7 @@ class Engine::Impl : public std::enable_shared_from_this<Engine::Impl> {
       return true;
     }
     const auto start = Clock::now();
-    const auto deadline = timeout ? start + *timeout : Clock::time_point::max();
+    const auto deadline = timeout ? start + bounded(*timeout) : Clock::time_point::max();
     Driving driving(*this);
     auto next_interrupt = start + kInterruptEvery;
     const bool ok = drive([&] { return operation.done(); },
@@ -961,13 +964,17 @@ class Engine::Impl : public std::enable_shared_from_this<Engine::Impl> {
       gate_opens_.notify_one();
       return;
     }
-    manned_ = true;
     if (spares_ != 0) {
       handed_over_ = true;
       handover_.notify_one();
     } else {
-      threads_.emplace_back([self = shared_from_this()] { self->progress(); });
+      try {
+        threads_.emplace_back([self = shared_from_this()] { self->progress(); });
+      } catch (const std::system_error& error) {
+        throw std::system_error(error.code(), "shm: a group needs a thread of its own");
+      }
     }
+    manned_ = true;
   }
 
   bool is_left_alone() const {

@@ -78,7 +78,11 @@ class Watcher : public std::enable_shared_from_this<Watcher> {
   using OnLost = std::function<void(int rank)>;
 
   explicit Watcher(const ForkGuard& guard)
-      : epoll_(epoll_create1(EPOLL_CLOEXEC), guard), wake_(eventfd(0, EFD_CLOEXEC), guard) {}
+      : epoll_(epoll_create1(EPOLL_CLOEXEC), guard), wake_(eventfd(0, EFD_CLOEXEC), guard) {
+    if (!epoll_ || !wake_) {
+      fail(errno, "cannot watch the peers' processes");
+    }
+  }
 
   void start(const ForkGuard&) {
     epoll_event event{.events = EPOLLIN, .data = {.u64 = kWake}};
