@@ -5,6 +5,8 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
+#include <map>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -111,6 +113,7 @@ void Expected::look() const {
   const auto start = Clock::now();
   const auto& mine = seats_.global_ranks;
   std::vector<bool> asked(mine.size());  // whichever group tells: all see the same process
+  std::map<int, int> gone;               // pids by rank
   for (const auto& group : OpenGroups<const Acquaintance>::of_this_process().all()) {
     if (group->seats.world != seats_.world) {
       continue;
@@ -124,12 +127,22 @@ void Expected::look() const {
       }
       asked[rank] = true;
       if (const auto pid = group->gone(static_cast<int>(i))) {
-        throw CollectiveError(CollectiveError::Kind::RankLost,
-                              c10::str("shm: every rank must join the group, got: rank ", rank,
-                                       " (pid ", *pid, ", gone) ", where(place_)),
-                              {static_cast<int>(rank)}, "shm", 0, place_.name());
+        gone.emplace(static_cast<int>(rank), *pid);
       }
     }
+  }
+  if (!gone.empty()) {
+    // All of them: one may have left because of another.
+    std::vector<int> ranks;
+    std::vector<std::string> names;
+    for (const auto& [rank, pid] : gone) {
+      ranks.push_back(rank);
+      names.push_back(c10::str("rank ", rank, " (pid ", pid, ", gone)"));
+    }
+    throw CollectiveError(CollectiveError::Kind::RankLost,
+                          c10::str("shm: every rank must join the group, got: ",
+                                   c10::Join(", ", names), ' ', where(place_)),
+                          std::move(ranks), "shm", 0, place_.name());
   }
   // A twentieth of the time goes into this, whatever the number of ranks and groups.
   const auto now = Clock::now();

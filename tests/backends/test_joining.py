@@ -123,6 +123,30 @@ def test_a_rank_killed_before_it_joins_a_group_is_named(
             ranks.result(3)
 
 
+def _make_a_group_of_all() -> Report:
+    return report(lambda: dist.new_group(backend=BACKEND))
+
+
+@pytest.mark.parametrize("backend", [BACKEND, FALLBACK])
+def test_all_ranks_that_are_gone_are_named(backend: str) -> None:
+    with crew(4, backend) as ranks:
+        ranks.run(check_works)
+        for rank in (1, 2):
+            ranks.signal(rank, signal.SIGKILL)
+        assert ranks.has_ended(1)
+        assert ranks.has_ended(2)
+        for rank in (0, 3):
+            ranks.start(rank, _make_a_group_of_all)
+        for rank in (0, 3):
+            failure = ranks.result(rank)
+            assert (failure.kind, failure.ranks) == ("RankLost", [1, 2]), failure
+            gone = ", ".join(rf"rank {r} \(pid {ranks.pid(r)}, gone\)" for r in (1, 2))
+            what = "shm: every rank must join the group, got:"
+            assert re.fullmatch(rf"{what} {gone} \(rank {rank}/4, group '.*'\)", failure.text), (
+                failure
+            )
+
+
 def _make_no_group(name: str) -> None:
     dist.new_group([0, 1, 2])
     check_works()
