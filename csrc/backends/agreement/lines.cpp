@@ -11,7 +11,6 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
-#include <sys/random.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -24,13 +23,12 @@
 #include <stdexcept>
 #include <system_error>
 
-#include "core/bounded.h"
+#include "backends/rendezvous.h"
 
 namespace c10d_ext {
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
 using shm::Descriptor;
 using shm::ForkGuard;
 using std::chrono::milliseconds;
@@ -42,75 +40,13 @@ constexpr uint32_t kLifeline = 3;
 // Of what strangers may say before they are known.
 constexpr size_t kShort = 1024;
 constexpr size_t kMostStrangers = 1024;
-constexpr milliseconds kSlice{10};
+// Between two looks into the store.
+constexpr milliseconds kGlance{10};
 // For one address to answer at all.
 constexpr milliseconds kReach{3000};
 
-std::string error_text(int error) {
-  return std::generic_category().message(error);
-}
-
 [[noreturn]] void fail(const std::string& what) {
   throw std::runtime_error(what + ": " + error_text(errno));
-}
-
-class Deadline {
- public:
-  Deadline(milliseconds timeout, const std::function<void()>& interrupt)
-      : timeout_(bounded(timeout)), at_(Clock::now() + timeout_), interrupt_(interrupt) {}
-
-  bool passed() const {
-    return Clock::now() >= at_;
-  }
-  // A deadline of its own that is not later.
-  Deadline within(milliseconds timeout) const {
-    Deadline sooner = *this;
-    sooner.at_ = std::min(at_, Clock::now() + bounded(timeout));
-    return sooner;
-  }
-  // Returns once something happened to one of `fds`, or after a while.
-  void poll(std::vector<pollfd>& fds) const {
-    if (interrupt_) {
-      interrupt_();
-    }
-    if (::poll(fds.data(), fds.size(), static_cast<int>(kSlice.count())) < 0) {
-      for (auto& fd : fds) {
-        fd.revents = 0;
-      }
-    }
-  }
-  std::string text() const {
-    std::ostringstream out;
-    out << std::chrono::duration<double>(timeout_).count() << " s";
-    return out.str();
-  }
-
- private:
-  milliseconds timeout_;
-  Clock::time_point at_;
-  const std::function<void()>& interrupt_;
-};
-
-std::string random_token() {
-  std::array<unsigned char, 16> bytes;
-  if (getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) {
-    fail("cannot get random bytes");
-  }
-  std::string text;
-  for (const unsigned char byte : bytes) {
-    text += "0123456789abcdef"[byte >> 4];
-    text += "0123456789abcdef"[byte & 15];
-  }
-  return text;
-}
-
-// In a time that does not depend on where they differ.
-bool same(const std::string& a, const std::string& b) {
-  unsigned char difference = a.size() != b.size();
-  for (size_t i = 0; i < std::min(a.size(), b.size()); ++i) {
-    difference |= static_cast<unsigned char>(a[i] ^ b[i]);
-  }
-  return difference == 0;
 }
 
 Member this_member(const std::string& machine) {
@@ -124,7 +60,7 @@ Member this_member(const std::string& machine) {
   if (readlink("/proc/self/ns/pid", space.data(), space.size() - 1) > 0) {
     member.machine += std::string(" ") + space.data();
   } else {
-    member.machine = random_token();  // like no other
+    member.machine = random_secret();  // like no other
   }
   return member;
 }
@@ -293,7 +229,7 @@ Star gather_lines(const shm::KeyValueStore& store, const shm::Place& place, cons
   };
   std::vector<size_t> missing;
   auto listening = listen_anywhere();
-  const std::string token = random_token();
+  const std::string token = random_secret();
   std::ostringstream at;
   at << token << ' ' << listening.port;
   for (const auto& address : own_addresses()) {
@@ -319,7 +255,7 @@ Star gather_lines(const shm::KeyValueStore& store, const shm::Place& place, cons
         text << separator << rank;
         separator = ", ";
       }
-      text << " did not connect to rank 0 within " << deadline.text();
+      text << " did not connect to rank 0 " << deadline.within();
       throw std::runtime_error(text.str());
     }
     std::vector<pollfd> fds{{listening.socket.get(), POLLIN, 0}};
@@ -340,7 +276,7 @@ Star gather_lines(const shm::KeyValueStore& store, const shm::Place& place, cons
       strangers[i] = Line();
       try {
         const bool known = hello && (hello->kind == kHello || hello->kind == kLifeline);
-        if (!known || !same(hello->words.text(), token)) {
+        if (!known || !is_same_secret(hello->words.text(), token)) {
           continue;  // not one of this group
         }
         const auto rank = static_cast<size_t>(hello->words.number());
@@ -386,7 +322,7 @@ std::string reach(const Address& address, const Deadline& deadline, Line& line) 
     if (errno != EINPROGRESS) {
       return error_text(errno);
     }
-    const Deadline soon = deadline.within(kReach);
+    const Deadline soon = deadline.shortened(kReach);
     std::vector<pollfd> fds{{socket.get(), POLLOUT, 0}};
     while (fds[0].revents == 0) {
       if (soon.passed()) {
@@ -406,12 +342,11 @@ std::string reach(const Address& address, const Deadline& deadline, Line& line) 
 
 Star join_lines(const shm::KeyValueStore& store, const shm::Place& place, const Member& self,
                 const Deadline& deadline) {
-  std::vector<pollfd> nothing;
   while (!store.has(kKey)) {
     if (deadline.passed()) {
-      throw std::runtime_error("rank 0 did not say where it is within " + deadline.text());
+      throw std::runtime_error("rank 0 did not say where it is " + deadline.within());
     }
-    deadline.poll(nothing);
+    deadline.pause(kGlance);
   }
   std::istringstream where(store.get(kKey, milliseconds(5000)));
   std::string token;
@@ -446,7 +381,7 @@ Star join_lines(const shm::KeyValueStore& store, const shm::Place& place, const 
         }
         return star;
       }
-      why = deadline.passed() ? "no welcome within " + deadline.text() : "somebody else";
+      why = deadline.passed() ? "no welcome " + deadline.within() : "somebody else";
     }
     tried << (tried.str().empty() ? "" : ", ") << text << " (" << why << ")";
   }

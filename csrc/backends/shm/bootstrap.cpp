@@ -17,7 +17,6 @@
 
 #include <fcntl.h>
 #include <poll.h>
-#include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -35,21 +34,17 @@
 #include <type_traits>
 #include <utility>
 
+#include "backends/rendezvous.h"
 #include "backends/shm/liveness.h"
-#include "core/bounded.h"
 
 namespace c10d_ext::shm {
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
+using Clock = Deadline::Clock;
 using std::chrono::milliseconds;
 
 // --- texts -------------------------------------------------------------------------------------
-
-std::string error_text(int error) {
-  return std::generic_category().message(error);
-}
 
 std::string list(const std::vector<int>& ranks) {
   std::ostringstream out;
@@ -62,112 +57,10 @@ std::string list(const std::vector<int>& ranks) {
 
 // --- waiting -----------------------------------------------------------------------------------
 
-constexpr milliseconds kSlice{50};
-// Between two looks at what else may end a wait.
-constexpr milliseconds kLook{10};
 // How long rank 0 waits until it can accept connections again.
 constexpr milliseconds kDeaf{2000};
 
-class Deadline {
- public:
-  Deadline(milliseconds timeout, std::function<void()> interrupt)
-      : timeout_(bounded(timeout)),
-        at_(Clock::now() + timeout_),
-        interrupt_(std::move(interrupt)) {}
-
-  bool passed() const {
-    return Clock::now() >= at_;
-  }
-  milliseconds left() const {
-    return std::max(milliseconds(0), std::chrono::ceil<milliseconds>(at_ - Clock::now()));
-  }
-  // Moves it to `left` from now where that is earlier (later: nothing).
-  void shorten(milliseconds left) {
-    at_ = std::min(at_, Clock::now() + left);
-  }
-  Deadline extended(milliseconds by) const {
-    auto other = *this;
-    other.at_ += by;
-    return other;
-  }
-  std::string within() const {
-    std::ostringstream out;
-    out << " within " << std::chrono::duration<double>(timeout_).count() << " s";
-    return out.str();
-  }
-
-  // Returns once something happened to one of `fds`, or after `at_most`, the deadline, or a while.
-  void poll(std::vector<pollfd>& fds, milliseconds at_most = kSlice) const {
-    for (auto slice = std::min({at_most, kSlice, left()});;) {
-      if (interrupt_) {
-        interrupt_();
-      }
-      const auto look = std::min(slice, kLook);
-      slice -= look;
-      const int ready = ::poll(fds.data(), fds.size(), static_cast<int>(look.count()));
-      if (ready < 0) {
-        for (auto& fd : fds) {
-          fd.revents = 0;
-        }
-      }
-      if (ready != 0 || slice <= milliseconds(0)) {
-        return;
-      }
-    }
-  }
-
-  // True once `fd` is ready for `events` (or hung up), false at the deadline.
-  bool wait(const Descriptor& fd, short events) const {
-    std::vector<pollfd> fds{{fd.get(), events, 0}};
-    do {
-      poll(fds);
-      if (fds[0].revents != 0) {
-        return true;
-      }
-    } while (!passed());
-    return false;
-  }
-
-  void pause(milliseconds time) const {
-    std::vector<pollfd> none;
-    poll(none, time);
-  }
-
- private:
-  milliseconds timeout_;
-  Clock::time_point at_;
-  std::function<void()> interrupt_;
-};
-
 // --- messages ----------------------------------------------------------------------------------
-
-using Secret = std::array<char, 32>;  // 128 random bits in hexadecimal
-
-Secret random_secret() {
-  std::array<unsigned char, 16> bytes;
-  if (getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) {
-    throw std::system_error(errno, std::generic_category(), "cannot get random bytes");
-  }
-  Secret text;
-  for (size_t i = 0; i < bytes.size(); ++i) {
-    text[2 * i] = "0123456789abcdef"[bytes[i] >> 4];
-    text[2 * i + 1] = "0123456789abcdef"[bytes[i] & 15];
-  }
-  return text;
-}
-
-std::string text_of(const Secret& secret) {
-  return {secret.begin(), secret.end()};
-}
-
-// In a time that does not depend on where they differ.
-bool same(const Secret& a, const Secret& b) {
-  unsigned char difference = 0;
-  for (size_t i = 0; i < a.size(); ++i) {
-    difference |= static_cast<unsigned char>(a[i] ^ b[i]);
-  }
-  return difference == 0;
-}
 
 enum class Kind : uint32_t { Hello, Offer, Answer, Verdict };
 
@@ -182,7 +75,7 @@ struct Hello {
   Kind kind;
   int32_t rank;
   int32_t size;
-  Secret token;
+  std::array<char, kSecretSize> token;
   uint32_t hopeless;
   uint64_t bytes;
   int64_t milliseconds_left;
@@ -256,7 +149,7 @@ void send(const Descriptor& socket, const std::string& content, const std::vecto
   }
   while (sendmsg(socket.get(), &header, MSG_NOSIGNAL | MSG_DONTWAIT) < 0) {
     if (errno == EAGAIN) {
-      deadline.wait(socket, POLLOUT);
+      deadline.wait(socket.get(), POLLOUT);
     } else if (errno == ETOOMANYREFS || errno == ENOBUFS || errno == ENOMEM) {
       // Too many descriptors of this user are on their way: receivers will take them out.
       deadline.pause(milliseconds(1));
@@ -264,7 +157,7 @@ void send(const Descriptor& socket, const std::string& content, const std::vecto
       throw Gone(error_text(errno));
     }
     if (deadline.passed()) {
-      throw Gone("no answer" + deadline.within());
+      throw Gone("no answer " + deadline.within());
     }
   }
 }
@@ -305,12 +198,12 @@ std::optional<Message> receive_now(const Descriptor& socket) {
 }
 
 Message receive(const Descriptor& socket, const Deadline& deadline) {
-  while (deadline.wait(socket, POLLIN)) {
+  while (deadline.wait(socket.get(), POLLIN)) {
     if (auto message = receive_now(socket)) {
       return std::move(*message);
     }
   }
-  throw Gone("no answer" + deadline.within());
+  throw Gone("no answer " + deadline.within());
 }
 
 // --- sockets -----------------------------------------------------------------------------------
@@ -319,8 +212,8 @@ struct Address {
   sockaddr_un name{};
   socklen_t length;
 
-  explicit Address(const Secret& session) {
-    const auto text = "c10d_ext-" + text_of(session);
+  explicit Address(const std::string& session) {
+    const auto text = "c10d_ext-" + session;
     name.sun_family = AF_UNIX;
     std::memcpy(name.sun_path + 1, text.data(), text.size());  // after a zero: abstract
     length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + text.size());
@@ -340,7 +233,7 @@ Descriptor open_socket() {
   return made;
 }
 
-Descriptor listen_at(const Secret& session) {
+Descriptor listen_at(const std::string& session) {
   auto made = open_socket();
   const Address address(session);
   if (bind(made.get(), address.get(), address.length) < 0 || listen(made.get(), SOMAXCONN) < 0) {
@@ -418,16 +311,14 @@ std::vector<Peer> peers_of(const std::vector<Identity>& identities, const Identi
 // earlier group of the same name is never taken for an answer.
 constexpr const char* kAddress = "address";  // session and token
 
-std::string key_of(const Secret& session, int rank) {  // nonce, "1" if hopeless, the text
-  return text_of(session) + "/" + std::to_string(rank);
+std::string key_of(const std::string& session, int rank) {  // nonce, "1" if hopeless, the text
+  return session + "/" + std::to_string(rank);
 }
 
 // For ranks that could not connect: their nonces, a line break, a Decision's digit, the text.
-std::string verdict_key(const Secret& session) {
-  return text_of(session) + "/verdict";
+std::string verdict_key(const std::string& session) {
+  return session + "/verdict";
 }
-
-constexpr size_t kSecret = std::tuple_size_v<Secret>;
 
 // --- rank 0 ------------------------------------------------------------------------------------
 
@@ -451,7 +342,7 @@ class Host {
     if (!guests_[0].cannot) {
       guests_[0].cannot = deaf;
     }
-    store_.set(kAddress, text_of(session_) + text_of(token_));
+    store_.set(kAddress, session_ + token_);
     gather();
     auto why_not = reasons();
     if (!why_not) {
@@ -463,7 +354,7 @@ class Host {
     }
     announce(why_not ? Decision::No : Decision::Go, why_not.text);
     if (why_not) {
-      return {nullptr, why_not.text, text_of(session_)};
+      return {nullptr, why_not.text, session_};
     }
     std::vector<Descriptor> ends;
     for (auto& guest : guests_) {
@@ -471,7 +362,7 @@ class Host {
     }
     return {make_membership(std::move(mapping_), 0, peers_of(identities(), guests_[0].identity),
                             std::move(pipe_.write_end), std::move(ends)),
-            "", text_of(session_)};
+            "", session_};
   }
 
  private:
@@ -496,13 +387,13 @@ class Host {
         return;
       }
       if (deadline_.passed()) {
-        fail(list(missing) + " did not join" + deadline_.within() +
+        fail(list(missing) + " did not join " + deadline_.within() +
              (deaf_since_ ? " (" + deafness_ + ")" : ""));
       }
       if (serve_sockets(slice) || look_into_store(missing)) {
         slice = milliseconds(1);
       } else {
-        slice = std::min(2 * slice, kSlice);
+        slice = std::min(2 * slice, Deadline::kSlice);
       }
     }
   }
@@ -583,8 +474,8 @@ class Host {
     } catch (const Gone&) {
     }
     const auto hello = message ? message->head<Hello>(Kind::Hello) : std::nullopt;
-    if (!hello || !same(hello->token, token_) || hello->rank < 1 || hello->rank >= size() ||
-        guests_[hello->rank].here()) {
+    if (!hello || !is_same_secret({hello->token.data(), kSecretSize}, token_) || hello->rank < 1 ||
+        hello->rank >= size() || guests_[hello->rank].here()) {
       return false;
     }
     auto& guest = guests_[hello->rank];
@@ -616,9 +507,9 @@ class Host {
       return false;
     }
     const auto value = store_.get(key, deadline_.left());
-    if (value.size() > kSecret) {
-      guests_[rank].nonce = value.substr(0, kSecret);
-      guests_[rank].cannot = {value.substr(kSecret + 1), value[kSecret] == '1'};
+    if (value.size() > kSecretSize) {
+      guests_[rank].nonce = value.substr(0, kSecretSize);
+      guests_[rank].cannot = {value.substr(kSecretSize + 1), value[kSecretSize] == '1'};
     }
     return true;
   }
@@ -723,8 +614,8 @@ class Host {
   size_t bytes_;
   Deadline deadline_;
   const std::string cannot_;
-  const Secret session_ = random_secret();
-  const Secret token_ = random_secret();
+  const std::string session_ = random_secret();
+  const std::string token_ = random_secret();
   std::vector<Guest> guests_;  // by rank, rank 0 included
   std::shared_ptr<Mapping> mapping_;
   Pipe pipe_;
@@ -753,14 +644,13 @@ class Visitor {
   Joined run() {
     while (true) {
       const auto address = await_address();
-      Secret session, token;
-      std::copy_n(address.begin(), kSecret, session.begin());
-      std::copy_n(address.begin() + kSecret, kSecret, token.begin());
+      const auto session = address.substr(0, kSecretSize);
+      const auto token = address.substr(kSecretSize);
       Descriptor socket;
       const auto cannot = connect(session, socket);
       auto joined = cannot ? report(address, session, cannot) : talk(socket, token);
       if (joined) {
-        joined->session = text_of(session);
+        joined->session = session;
         return std::move(*joined);
       }
     }
@@ -768,21 +658,22 @@ class Visitor {
 
  private:
   std::string await_address() {
-    for (milliseconds slice{1}; !store_.has(kAddress); slice = std::min(2 * slice, kSlice)) {
+    for (milliseconds slice{1}; !store_.has(kAddress);
+         slice = std::min(2 * slice, Deadline::kSlice)) {
       if (deadline_.passed()) {
-        throw std::runtime_error("rank 0 did not join" + deadline_.within());
+        throw std::runtime_error("rank 0 did not join " + deadline_.within());
       }
       deadline_.pause(slice);
     }
     auto address = store_.get(kAddress, deadline_.left());
-    if (address.size() != 2 * kSecret) {
+    if (address.size() != 2 * kSecretSize) {
       throw std::runtime_error("rank 0 put no address into the store but '" + address + "'");
     }
     return address;
   }
 
   // Why it is impossible, if it is.
-  Obstacle connect(const Secret& session, Descriptor& socket) {
+  Obstacle connect(const std::string& session, Descriptor& socket) {
     Descriptor made;
     if (auto obstacle = attempt([&] { made = open_socket(); })) {
       return obstacle;
@@ -804,15 +695,15 @@ class Visitor {
 
   // Through the store. Nothing when the address was one of an earlier group and rank 0 has put a
   // new one there: what is found under the old one does not name our nonce.
-  std::optional<Joined> report(const std::string& address, const Secret& session,
+  std::optional<Joined> report(const std::string& address, const std::string& session,
                                const Obstacle& cannot) {
-    store_.set(key_of(session, rank_),
-               text_of(nonce_) + (cannot.hopeless ? "1" : "0") + cannot.text);
-    for (milliseconds slice{1}; !patience_.passed(); slice = std::min(2 * slice, kSlice)) {
+    store_.set(key_of(session, rank_), nonce_ + (cannot.hopeless ? "1" : "0") + cannot.text);
+    for (milliseconds slice{1}; !patience_.passed();
+         slice = std::min(2 * slice, Deadline::kSlice)) {
       if (store_.has(verdict_key(session))) {
         const auto verdict = store_.get(verdict_key(session), patience_.left());
         const auto line = verdict.find('\n');
-        if (verdict.find(text_of(nonce_)) < line && line + 1 < verdict.size()) {
+        if (verdict.find(nonce_) < line && line + 1 < verdict.size()) {
           return judged(static_cast<Decision>(verdict[line + 1] - '0'), verdict.substr(line + 2));
         }
       }
@@ -821,18 +712,19 @@ class Visitor {
       }
       patience_.pause(slice);
     }
-    throw std::runtime_error("rank 0 did not answer" + deadline_.within());
+    throw std::runtime_error("rank 0 did not answer " + deadline_.within());
   }
 
-  std::optional<Joined> talk(const Descriptor& socket, const Secret& token) {
+  std::optional<Joined> talk(const Descriptor& socket, const std::string& token) {
     Pipe pipe;
     const auto cannot = attempt([&] {
       check_able(cannot_);
       pipe = Pipe::open();
     });
     const auto own = identity();
-    const Hello hello{
-        Kind::Hello, rank_, size_, token, cannot.hopeless, bytes_, deadline_.left().count(), own};
+    Hello hello{Kind::Hello, rank_, size_, {}, cannot.hopeless, bytes_, deadline_.left().count(),
+                own};
+    std::copy_n(token.begin(), kSecretSize, hello.token.begin());
     try {
       send(socket, encode(hello, cannot.text),
            cannot ? std::vector<int>{} : std::vector<int>{pipe.read_end.get()}, deadline_);
@@ -901,7 +793,7 @@ class Visitor {
   size_t bytes_;
   Deadline deadline_, patience_;
   const std::string cannot_;
-  const Secret nonce_ = random_secret();
+  const std::string nonce_ = random_secret();
 };
 
 }  // namespace
@@ -913,7 +805,7 @@ Joined join(const KeyValueStore& store, int rank, int size, size_t bytes,
     return rank == 0 ? Host(store, size, bytes, deadline, cannot).run()
                      : Visitor(store, rank, size, bytes, deadline, cannot).run();
   }
-  const auto session = text_of(random_secret());
+  const auto session = random_secret();
   std::shared_ptr<Mapping> mapping;
   const auto why_not = attempt([&] {
     check_able(cannot);
