@@ -12,7 +12,6 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <algorithm>
@@ -147,11 +146,10 @@ void OverGloo::set_connect(Connect connect) {
 
 OverGloo::OverGloo(c10::intrusive_ptr<c10d::Backend> gloo, c10::intrusive_ptr<c10d::Store> store,
                    const Options& options, Seats seats, bool strict)
-    : c10d::Backend(gloo->getRank(), gloo->getSize()),
+    : DivisibleBackend(gloo->getRank(), gloo->getSize(), options, std::move(store),
+                       std::move(seats)),
       VerbChecks(group_),
-      options_(options),
       strict_(strict),
-      store_(std::move(store)),
       gloo_(std::move(gloo)),
       group_(
           [this] {
@@ -160,8 +158,6 @@ OverGloo::OverGloo(c10::intrusive_ptr<c10d::Backend> gloo, c10::intrusive_ptr<c1
             return pg;
           }(),
           options.group_name, rank_, size_),
-      timeout_(options.timeout),
-      seats_(std::move(seats)),
       agreement_([&] {
         const Expected expected(group_, store_, seats_);
         return expected.joined([&] {
@@ -192,14 +188,6 @@ OverGloo::~OverGloo() {
     group_ = Group({}, {}, rank_, size_);
     gloo_.reset();
   });
-}
-
-c10::intrusive_ptr<OverGloo::Options> OverGloo::getBackendOptions() {
-  // A copy: who splits a group writes the new group's name into it.
-  auto options = c10::make_intrusive<Options>(options_);
-  options->timeout = timeout_;
-  options->global_ranks_in_group = seats_.global_ranks;
-  return options;
 }
 
 // --- Calls
@@ -733,43 +721,10 @@ OverGloo::WorkPtr OverGloo::endCoalescing() {
 // --- Groups
 // ---------------------------------------------------------------------------------------
 
-c10::intrusive_ptr<c10d::Backend> OverGloo::connect_part(
-    const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
-    const std::string& name, Milliseconds timeout) const {
-  const auto self = std::find(ranks.begin(), ranks.end(), rank_);
-  if (self == ranks.end()) {
-    return {};
-  }
-  return connect_backend()(store, static_cast<int>(self - ranks.begin()),
-                           static_cast<int>(ranks.size()), timeout, name, seats_.part(ranks));
-}
-
-c10::intrusive_ptr<c10d::Backend> OverGloo::split(const c10::intrusive_ptr<c10d::Store>& store,
-                                                  const std::vector<int>& ranks,
-                                                  const c10::intrusive_ptr<Options>& opts) {
-  return connect_part(store, ranks, opts->group_name, opts->timeout);
-}
-
-c10::intrusive_ptr<c10d::Backend> OverGloo::merge(const c10::intrusive_ptr<c10d::Store>& store,
-                                                  const c10::intrusive_ptr<Options>& opts,
-                                                  const int& rank, const int& size) {
-  return connect_backend()(c10::make_intrusive<c10d::PrefixStore>("shm", store), rank, size,
-                           opts->timeout, opts->group_name, {});
-}
-
-c10::intrusive_ptr<c10d::Backend> OverGloo::shrink(const std::vector<int64_t>& ranks_to_exclude,
-                                                   int flags,
-                                                   const c10::intrusive_ptr<Options>& opts) {
-  const std::vector<int> ranks = remaining(group_, ranks_to_exclude);
-  if (flags == kShrinkAbort) {
-    abort();
-  }
-  // The ranks that remain have shrunk the group equally often.
-  const std::string name = c10::str("shrink:", c10::Join(",", ranks), ":", shrink_count_++);
-  return connect_part(
-      c10::make_intrusive<c10d::PrefixStore>(name, store_), ranks,
-      opts && !opts->group_name.empty() ? opts->group_name : group_.name() + ":" + name,
-      opts ? opts->timeout : timeout_.load());
+c10::intrusive_ptr<c10d::Backend> OverGloo::make_backend(
+    std::string_view /*op*/, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+    Milliseconds timeout, const std::string& name, const Seats& seats) const {
+  return connect_backend()(store, rank, size, timeout, name, seats);
 }
 
 void OverGloo::setTimeout(Milliseconds timeout) {

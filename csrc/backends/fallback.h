@@ -37,11 +37,10 @@ struct Message;
 //
 // gloo begins a collective once all ranks have called it and agree, and a message once both its
 // ends are there and agree, whoever called it.
-class OverGloo final : public c10d::Backend, private VerbChecks {
+class OverGloo final : public DivisibleBackend, private VerbChecks {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   using Tensors = std::vector<at::Tensor>;
-  using Milliseconds = std::chrono::milliseconds;
 
   // Who makes the backend of some ranks of a group; collective over them.
   using Connect = std::function<c10::intrusive_ptr<c10d::Backend>(
@@ -69,20 +68,6 @@ class OverGloo final : public c10d::Backend, private VerbChecks {
 
   const c10::intrusive_ptr<c10d::Backend>& gloo() const {
     return gloo_;
-  }
-
-  const std::string getBackendName() const override {
-    return "shm";
-  }
-  c10::intrusive_ptr<Options> getBackendOptions() override;
-  bool supportsSplitting() const override {
-    return true;
-  }
-  bool supportsCoalescing() const override {
-    return true;
-  }
-  bool supportsShrinking() const override {
-    return true;
   }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override;
@@ -122,17 +107,6 @@ class OverGloo final : public c10d::Backend, private VerbChecks {
   // Calls start at once, in a block as outside of it; the block's end has one work for all of them.
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
-
-  // Null on ranks that are not in `ranks`.
-  c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>& store,
-                                    const std::vector<int>& ranks,
-                                    const c10::intrusive_ptr<Options>& opts) override;
-  c10::intrusive_ptr<Backend> merge(const c10::intrusive_ptr<c10d::Store>& store,
-                                    const c10::intrusive_ptr<Options>& opts, const int& rank,
-                                    const int& size) override;
-  // Called by the ranks that remain.
-  c10::intrusive_ptr<Backend> shrink(const std::vector<int64_t>& ranks_to_exclude, int flags,
-                                     const c10::intrusive_ptr<Options>& opts) override;
 
   void setTimeout(Milliseconds timeout) override;
   void setSequenceNumberForGroup() override {}
@@ -185,18 +159,15 @@ class OverGloo final : public c10d::Backend, private VerbChecks {
   void leave();
   WorkPtr message(std::string_view op, c10d::OpType type, const at::Tensor& tensor, int peer,
                   int tag);
-  c10::intrusive_ptr<Backend> connect_part(const c10::intrusive_ptr<c10d::Store>& store,
-                                           const std::vector<int>& ranks, const std::string& name,
-                                           Milliseconds timeout) const;
+  c10::intrusive_ptr<Backend> make_backend(std::string_view op,
+                                           const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                           int size, Milliseconds timeout, const std::string& name,
+                                           const Seats& seats) const override;
 
-  const Options options_;
   const bool strict_;
-  const c10::intrusive_ptr<c10d::Store> store_;
   c10::intrusive_ptr<c10d::Backend> gloo_;
   // Of this backend's name, with gloo as its only backend.
   Group group_;
-  std::atomic<Milliseconds> timeout_;
-  const Seats seats_;
   // Works may outlive the backend; they hold this while they use it.
   std::shared_ptr<Agreement> agreement_;
   const std::shared_ptr<const Acquaintance> acquaintance_;
@@ -205,7 +176,6 @@ class OverGloo final : public c10d::Backend, private VerbChecks {
   std::mutex messages_mutex_;
   std::vector<c10::weak_intrusive_ptr<c10d::Work>> messages_;
   size_t messages_limit_ = kFewMessages;
-  int64_t shrink_count_ = 0;
 
   // Between startCoalescing and endCoalescing: what has been started.
   std::mutex batch_mutex_;

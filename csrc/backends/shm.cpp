@@ -10,7 +10,6 @@
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
 #include <sstream>
@@ -1645,20 +1644,14 @@ ShmBackend::WorkPtr ShmBackend::endCoalescing() {
 ShmBackend::ShmBackend(int rank, int size, const Options& options, const Settings& settings,
                        c10::intrusive_ptr<c10d::Store> store, Seats seats,
                        std::shared_ptr<Live> live)
-    : c10d::Backend(rank, size),
+    : DivisibleBackend(rank, size, options, std::move(store), std::move(seats)),
       VerbChecks(live->place()),
-      options_(options),
       settings_(settings),
-      store_(std::move(store)),
-      seats_(std::move(seats)),
       live_(std::move(live)),
-      acquaintance_(acquaintance(seats_,
-                                 [peers = live_->peers()](int rank) {
-                                   const auto& peer = peers[static_cast<size_t>(rank)];
-                                   return shm::has_ended(peer) ? std::optional(peer.pid)
-                                                               : std::nullopt;
-                                 })),
-      timeout_(options.timeout) {
+      acquaintance_(acquaintance(seats_, [peers = live_->peers()](int rank) {
+        const auto& peer = peers[static_cast<size_t>(rank)];
+        return shm::has_ended(peer) ? std::optional(peer.pid) : std::nullopt;
+      })) {
   init();
 }
 
@@ -1699,62 +1692,16 @@ void ShmBackend::close_all(Milliseconds grace) {
       grace, [](Live& group, Milliseconds left) { group.close(left); });
 }
 
-c10::intrusive_ptr<ShmBackend::Options> ShmBackend::getBackendOptions() {
-  // A copy: who splits a group writes the new group's name into it.
-  auto options = c10::make_intrusive<Options>(options_);
-  options->timeout = timeout_;
-  options->global_ranks_in_group = seats_.global_ranks;
-  return options;
-}
-
-c10::intrusive_ptr<c10d::Backend> ShmBackend::connect_part(
-    const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
-    const std::string& name, Milliseconds timeout) const {
-  const auto self = std::find(ranks.begin(), ranks.end(), rank_);
-  if (self == ranks.end()) {
-    return {};
-  }
+c10::intrusive_ptr<c10d::Backend> ShmBackend::make_backend(
+    std::string_view op, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+    Milliseconds timeout, const std::string& name, const Seats& seats) const {
   Options options("shm", timeout);
   options.group_name = name;
-  auto connected = connect(store, static_cast<int>(self - ranks.begin()),
-                           static_cast<int>(ranks.size()), options, settings_, seats_.part(ranks));
+  auto connected = connect(store, rank, size, options, settings_, seats);
   C10D_EXT_CHECK_VALUE(
-      connected.backend, "split", place_,
+      connected.backend, op, place_,
       "ranks that share memory must be able to share some more, got: ", connected.why_not);
   return connected.backend;
-}
-
-c10::intrusive_ptr<c10d::Backend> ShmBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
-                                                    const std::vector<int>& ranks,
-                                                    const c10::intrusive_ptr<Options>& opts) {
-  return connect_part(store, ranks, opts->group_name, opts->timeout);
-}
-
-c10::intrusive_ptr<c10d::Backend> ShmBackend::merge(const c10::intrusive_ptr<c10d::Store>& store,
-                                                    const c10::intrusive_ptr<Options>& opts,
-                                                    const int& rank, const int& size) {
-  Options options("shm", opts->timeout);
-  options.group_name = opts->group_name;
-  auto connected = connect(c10::make_intrusive<c10d::PrefixStore>("shm", store), rank, size,
-                           options, settings_, {});
-  C10D_EXT_CHECK_VALUE(connected.backend, "merge", place_,
-                       "the ranks must be able to share memory, got: ", connected.why_not);
-  return connected.backend;
-}
-
-c10::intrusive_ptr<c10d::Backend> ShmBackend::shrink(const std::vector<int64_t>& ranks_to_exclude,
-                                                     int flags,
-                                                     const c10::intrusive_ptr<Options>& opts) {
-  const std::vector<int> ranks = remaining(place_, ranks_to_exclude);
-  if (flags == kShrinkAbort) {
-    abort();
-  }
-  // The ranks that remain have shrunk the group equally often.
-  const std::string name = c10::str("shrink:", c10::Join(",", ranks), ":", shrink_count_++);
-  return connect_part(
-      c10::make_intrusive<c10d::PrefixStore>(name, store_), ranks,
-      opts && !opts->group_name.empty() ? opts->group_name : place_.name() + ":" + name,
-      opts ? opts->timeout : timeout_.load());
 }
 
 uint64_t ShmBackend::getSequenceNumberForGroup() {

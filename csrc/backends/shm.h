@@ -37,11 +37,10 @@ shm::DType dtype_of(c10::ScalarType dtype);
 // c10d's verbs and the start_* below, which the ops call, meet in one place: a Flight, the
 // engine's operation with the tensors it reads and writes. Every dtype, stride, size and reduce op
 // with a meaning is native here.
-class ShmBackend final : public c10d::Backend, private VerbChecks {
+class ShmBackend final : public DivisibleBackend, private VerbChecks {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   using Tensors = std::vector<at::Tensor>;
-  using Milliseconds = std::chrono::milliseconds;
 
   struct Settings {
     size_t arena = 0;  // bytes of shared memory per rank
@@ -108,20 +107,6 @@ class ShmBackend final : public c10d::Backend, private VerbChecks {
 
   // --- c10d::Backend ----------------------------------------------------------------------------
 
-  const std::string getBackendName() const override {
-    return "shm";
-  }
-  c10::intrusive_ptr<Options> getBackendOptions() override;
-  bool supportsSplitting() const override {
-    return true;
-  }
-  bool supportsCoalescing() const override {
-    return true;
-  }
-  bool supportsShrinking() const override {
-    return true;
-  }
-
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override;
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
   WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
@@ -159,17 +144,6 @@ class ShmBackend final : public c10d::Backend, private VerbChecks {
   void startCoalescing() override;
   // One work for everything since startCoalescing, null when that was nothing.
   WorkPtr endCoalescing() override;
-
-  // Null on ranks that are not in `ranks`.
-  c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>& store,
-                                    const std::vector<int>& ranks,
-                                    const c10::intrusive_ptr<Options>& opts) override;
-  c10::intrusive_ptr<Backend> merge(const c10::intrusive_ptr<c10d::Store>& store,
-                                    const c10::intrusive_ptr<Options>& opts, const int& rank,
-                                    const int& size) override;
-  // Called by the ranks that remain.
-  c10::intrusive_ptr<Backend> shrink(const std::vector<int64_t>& ranks_to_exclude, int flags,
-                                     const c10::intrusive_ptr<Options>& opts) override;
 
   void setTimeout(Milliseconds timeout) override {
     timeout_ = timeout;
@@ -214,19 +188,14 @@ class ShmBackend final : public c10d::Backend, private VerbChecks {
   WorkPtr all_reduce_sparse(const Call& call, const at::Tensor& tensor, const Reduction& reduction);
   WorkPtr receive(std::string_view op, c10d::OpType type, Tensors& tensors, int src, int tag);
 
-  // `ranks` of this group, in their order there; null where this rank is none of them.
-  c10::intrusive_ptr<Backend> connect_part(const c10::intrusive_ptr<c10d::Store>& store,
-                                           const std::vector<int>& ranks, const std::string& name,
-                                           Milliseconds timeout) const;
+  c10::intrusive_ptr<Backend> make_backend(std::string_view op,
+                                           const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                           int size, Milliseconds timeout, const std::string& name,
+                                           const Seats& seats) const override;
 
-  const Options options_;
   const Settings settings_;
-  const c10::intrusive_ptr<c10d::Store> store_;
-  const Seats seats_;
   const std::shared_ptr<Live> live_;
   const std::shared_ptr<const Acquaintance> acquaintance_;
-  std::atomic<Milliseconds> timeout_;
-  int64_t shrink_count_ = 0;
 
   // Between startCoalescing and endCoalescing: what has been called, not yet submitted.
   std::mutex batch_mutex_;
