@@ -728,7 +728,7 @@ c10::intrusive_ptr<c10d::Backend> OverGloo::make_backend(
 }
 
 void OverGloo::setTimeout(Milliseconds timeout) {
-  timeout_ = timeout;
+  DivisibleBackend::setTimeout(timeout);
   gloo_->setTimeout(bounded(timeout));
 }
 

@@ -69,6 +69,14 @@ class DivisibleBackend : public c10d::Backend {
     return options;
   }
 
+  void setTimeout(Milliseconds timeout) override {
+    // torch makes such a one of timedelta.max, too.
+    C10D_EXT_CHECK_VALUE(
+        timeout >= Milliseconds(0), "set_timeout", Group({}, options_.group_name, rank_, size_),
+        "the timeout must be from 0 to 292000 years, got ", timeout.count(), " ms");
+    timeout_ = timeout;
+  }
+
   // Null on ranks that are not in `ranks`.
   c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>& store,
                                     const std::vector<int>& ranks,

@@ -145,9 +145,6 @@ class ShmBackend final : public DivisibleBackend, private VerbChecks {
   // One work for everything since startCoalescing, null when that was nothing.
   WorkPtr endCoalescing() override;
 
-  void setTimeout(Milliseconds timeout) override {
-    timeout_ = timeout;
-  }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override;
   void enableCollectivesTiming() override {}

@@ -309,6 +309,8 @@ def _never_is_a_timeout() -> None:
         group.set_timeout(never)
         dist.all_reduce(x)
         group.monitored_barrier(never)
+        with pytest.raises(ValueError, match="set_timeout: the timeout must be from 0 to"):
+            group.set_timeout(dt.timedelta(seconds=-1))
 
 
 def _ends() -> None:

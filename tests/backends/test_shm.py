@@ -1099,6 +1099,9 @@ def _never_is_a_timeout() -> None:
         assert work.wait(never)
         assert torch.equal(x, torch.full((3,), float(n)))
         group.monitored_barrier(never)
+        for wrong in (dt.timedelta.max, dt.timedelta(seconds=-1)):
+            error = raised(ValueError, lambda wrong=wrong: group.set_timeout(wrong))
+            assert "set_timeout: the timeout must be from 0 to 292000 years, got -" in str(error)
     for wrong in (dt.timedelta.max, dt.timedelta(seconds=-1)):
         error = raised(ValueError, lambda wrong=wrong: dist.new_group(timeout=wrong))
         assert "shm: the timeout must be from 0 to 292000 years, got -" in str(error)
