@@ -1,5 +1,6 @@
 """Every way to name a group, subgroups, and groups that come and go."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torch_c10d_ext.functional as F
 from tests.harness import run
+from tests.harness.crew import crew
 from tests.harness.flight import single_rank_shortcut
 
 
@@ -261,3 +263,18 @@ def _one_rank() -> None:
 
 def test_world_size_one_with_and_without_the_backend() -> None:
     run(1, _one_rank)
+
+
+def _a_wrong_setting_is_named() -> None:
+    name = "TORCH_C10D_EXT_SINGLE_RANK_SHORTCUT"
+    for wrong in ("x", "2", "01"):
+        os.environ[name] = wrong
+        with pytest.raises(ValueError, match=f"{name}: must be 0 or 1, got '{wrong}'"):
+            F.all_reduce(_x(), "sum", None)
+    os.environ[name] = ""
+    assert torch.equal(F.all_reduce(_x(), "sum", None) + 0, _total([0]))
+
+
+def test_a_wrong_setting_is_named() -> None:
+    with crew(1, "gloo") as ranks:
+        ranks.run(_a_wrong_setting_is_named)

@@ -4,8 +4,8 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <cstdlib>
-#include <cstring>
 #include <mutex>
+#include <string_view>
 
 namespace c10d_ext {
 
@@ -28,8 +28,12 @@ std::string known_names() {
 
 bool& shortcut_enabled() {
   static bool enabled = [] {
-    const char* setting = std::getenv("TORCH_C10D_EXT_SINGLE_RANK_SHORTCUT");
-    return setting == nullptr || std::strcmp(setting, "0") != 0;
+    constexpr const char* kName = "TORCH_C10D_EXT_SINGLE_RANK_SHORTCUT";
+    const char* setting = std::getenv(kName);
+    const std::string_view value = setting != nullptr ? setting : "";
+    TORCH_CHECK_VALUE(value.empty() || value == "0" || value == "1", kName,
+                      ": must be 0 or 1, got '", value, "'");
+    return value != "0";
   }();
   return enabled;
 }
