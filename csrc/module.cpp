@@ -12,6 +12,7 @@
 #include "backends/fallback.h"
 #include "backends/joining.h"
 #include "backends/shm.h"
+#include "core/async_tensor.h"
 #include "core/blocks.h"
 #include "core/eager.h"
 #include "core/entry.h"
@@ -21,29 +22,10 @@
 #include "core/messages.h"
 #include "core/older_vmap.h"
 #include "core/pending.h"
-#include "core/wrapper.h"
 #include "lazy/lazy.h"
 
 namespace c10d_ext {
 namespace {
-
-// How the Python layer must hand out the result of a started collective.
-enum Delivery : int64_t {
-  kReady = 0,     // complete already: the tensor itself
-  kInFlight = 1,  // eager: to be wrapped so that it waits on first use
-  kTraced = 2,    // under a trace, a mode, a transform or forward mode: an explicit wait
-};
-
-int64_t delivery(const at::Tensor& result) {
-  if (is_traced(result)) {
-    return kTraced;
-  }
-  if (!is_pending(result)) {
-    return kReady;
-  }
-  // A wrapper cannot carry a tangent.
-  return has_tangent(result) ? kTraced : kInFlight;
-}
 
 // Whether nobody but the kernel needs to know that `output` becomes a function of `input`.
 bool is_eager(const at::Tensor& output, const at::Tensor& input) {
@@ -76,22 +58,76 @@ PyObject* is_eager_method(PyObject*, PyObject* const* arguments, Py_ssize_t give
       is_eager(THPVariable_Unpack(arguments[0]), THPVariable_Unpack(arguments[1])));
 }
 
-PyObject* delivery_method(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
-  if (!are_tensors("delivery", arguments, given, 1)) {
+// Functions of one tensor. Those that ask about a wrapper return None for one made in Python.
+
+template <class Function>
+PyObject* with_tensor(const char* name, PyObject* argument, Function&& function) {
+  if (!are_tensors(name, &argument, 1, 1)) {
     return nullptr;
   }
-  return PyLong_FromLong(delivery(THPVariable_Unpack(arguments[0])));
+  const at::Tensor& t = THPVariable_Unpack(argument);
+  PyObject* result = nullptr;
+  try {
+    result = function(t);
+  } catch (...) {
+    return entry::raise(std::current_exception());
+  }
+  return result;
 }
 
-PyObject* wait_method(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
-  if (!are_tensors("wait", arguments, given, 1)) {
-    return nullptr;
-  }
-  const at::Tensor& t = THPVariable_Unpack(arguments[0]);
-  if (!entry::run([&] { wait(t); })) {
-    return nullptr;
-  }
-  Py_RETURN_NONE;
+PyObject* deliver_method(PyObject*, PyObject* argument) {
+  return with_tensor("deliver", argument, deliver);
+}
+
+PyObject* deliver_complete_method(PyObject*, PyObject* argument) {
+  return with_tensor("deliver_complete", argument, deliver_complete);
+}
+
+PyObject* wrap_async_method(PyObject*, PyObject* argument) {
+  return with_tensor("wrap_async", argument, wrap_async);
+}
+
+PyObject* elem_of_method(PyObject*, PyObject* argument) {
+  return with_tensor("elem_of", argument, [](const at::Tensor& t) -> PyObject* {
+    if (!is_async_tensor(t)) {
+      Py_RETURN_NONE;
+    }
+    return THPVariable_Wrap(elem_of(t));
+  });
+}
+
+PyObject* is_waited_method(PyObject*, PyObject* argument) {
+  return with_tensor("is_waited", argument,
+                     [](const at::Tensor& t) { return PyBool_FromLong(is_waited(t)); });
+}
+
+PyObject* finished_elem_method(PyObject*, PyObject* argument) {
+  return with_tensor("finished_elem", argument, [](const at::Tensor& t) -> PyObject* {
+    if (!is_async_tensor(t)) {
+      Py_RETURN_NONE;
+    }
+    if (!is_waited(t) && !entry::run([&] { wait_async(t); })) {
+      return nullptr;
+    }
+    return THPVariable_Wrap(elem_of(t));
+  });
+}
+
+PyObject* plain_of_method(PyObject*, PyObject* argument) {
+  return with_tensor("plain_of", argument, [](const at::Tensor& t) -> PyObject* {
+    if (!is_async_tensor(t)) {
+      Py_RETURN_NONE;
+    }
+    at::Tensor plain;
+    return entry::run([&] { plain = plain_of(t); }) ? THPVariable_Wrap(plain) : nullptr;
+  });
+}
+
+PyObject* follow_elem_method(PyObject*, PyObject* argument) {
+  return with_tensor("follow_elem", argument, [](const at::Tensor& t) -> PyObject* {
+    follow_elem(t);
+    Py_RETURN_NONE;
+  });
 }
 
 template <class Method>
@@ -101,22 +137,19 @@ PyCFunction fastcall(Method method) {
 
 PyMethodDef quick_methods[] = {
     {"is_eager", fastcall(is_eager_method), METH_FASTCALL, nullptr},
-    {"delivery", fastcall(delivery_method), METH_FASTCALL, nullptr},
-    {"wait", fastcall(wait_method), METH_FASTCALL, nullptr},
+    {"deliver", deliver_method, METH_O, nullptr},
+    {"deliver_complete", deliver_complete_method, METH_O, nullptr},
+    {"wrap_async", wrap_async_method, METH_O, nullptr},
+    {"elem_of", elem_of_method, METH_O, nullptr},
+    {"is_waited", is_waited_method, METH_O, nullptr},
+    {"finished_elem", finished_elem_method, METH_O, nullptr},
+    {"plain_of", plain_of_method, METH_O, nullptr},
+    {"follow_elem", follow_elem_method, METH_O, nullptr},
     {"remember", fastcall(remember), METH_FASTCALL, nullptr},
     {"hold_again", fastcall(hold_again), METH_FASTCALL, nullptr},
     {"check_apart", fastcall(check_apart), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
-
-pybind11::object wrapper_of(pybind11::handle type, pybind11::handle elem) {
-  auto wrapper =
-      pybind11::reinterpret_steal<pybind11::object>(make_wrapper(type.ptr(), elem.ptr()));
-  if (!wrapper) {
-    throw pybind11::error_already_set();
-  }
-  return wrapper;
-}
 
 // pybind11 does not know scalars.
 std::optional<c10::Scalar> factor_of(pybind11::handle factor) {
@@ -177,20 +210,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   m.attr("torch_version") = C10D_EXT_TORCH_VERSION;
   m.attr("has_lazy") = lazy::is_built();
-  m.attr("READY") = static_cast<int64_t>(kReady);
-  m.attr("IN_FLIGHT") = static_cast<int64_t>(kInFlight);
-  m.attr("TRACED") = static_cast<int64_t>(kTraced);
 
   // The ops by name, for eager callers.
   m.attr("ops") = py::reinterpret_steal<py::dict>(entry::all(entry::Manner::Call));
+  m.attr("starts") = py::reinterpret_steal<py::dict>(entry::all(entry::Manner::Start));
   m.attr("writes") = py::reinterpret_steal<py::dict>(entry::all(entry::Manner::Write));
 
   if (PyModule_AddFunctions(m.ptr(), quick_methods) != 0) {
     throw py::error_already_set();
   }
-  m.def("make_wrapper", &wrapper_of);
-  m.def("seal", &seal);
+  m.def("set_async_tensor_type",
+        [](py::handle type, py::handle wait) { set_async_tensor_type(type.ptr(), wait.ptr()); });
+  m.def("set_elem", &set_elem);
   m.def("work_of", &work_of);
+  m.def("work_behind", &work_behind);
   m.def("started_work_of", &started_work_of);
   m.def("start_messages", &start_messages_of, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("check_held",

@@ -773,16 +773,16 @@ def test_works_are_asynchronous_with_a_future_and_counted() -> None:
     assert numbers == sorted(set(numbers)), numbers
 
 
-def _finished_results_are_plain() -> None:
+def _finished_results_are_wrapped() -> None:
     y = F.all_reduce(_input(), "sum", None)
-    assert type(y) is Tensor, "world size 1 is finished at once"
+    assert type(y) is torch_c10d_ext.AsyncCollectiveTensor, "world size 1 is finished at once"
     assert torch.equal(y, _sum())
     with torch.no_grad():
         assert torch.equal(F.wait_tensor(y), _sum())
 
 
-def test_finished_result_is_a_plain_tensor() -> None:
-    run(1, _finished_results_are_plain)
+def test_finished_result_is_of_the_same_class() -> None:
+    run(1, _finished_results_are_wrapped)
 
 
 def _dtensor_recognises_it() -> None:

@@ -15,9 +15,10 @@ from torch.distributed._functional_collectives import (
 from torch_c10d_ext import _C
 
 _wait_op = torch.ops.c10d_ext.wait_tensor.default
-_READY: int = _C.READY
-_IN_FLIGHT: int = _C.IN_FLIGHT
-_delivery = _C.delivery
+_elem_of = _C.elem_of
+_plain_of = _C.plain_of
+_finished_elem = _C.finished_elem
+_deliver_complete = _C.deliver_complete
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _make_wrapper = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 # A byte each, which torch does not copy.
@@ -29,46 +30,51 @@ LESS_THAN_A_BYTE = frozenset(
 def deliver(result: torch.Tensor) -> torch.Tensor:
     """The result of a start op as users get it.
 
-    Eager: ``result`` itself where it is complete, else an :class:`AsyncCollectiveTensor`. Under a
-    trace, a dispatch mode or a ``torch.func`` transform: waited for, as a node of the graph.
+    Eager: an :class:`AsyncCollectiveTensor`, complete or not. Under a trace or a ``torch.func``
+    transform, and where it has a tangent: waited for, as a node of the graph.
     """
     if _is_dynamo_compiling():
         return _wait_op(result)
-    how = _delivery(result)
-    if how == _IN_FLIGHT:
-        if result.requires_grad:
-            return _Wrap.apply(result)
-        return _C.make_wrapper(AsyncCollectiveTensor, result)
-    if how == _READY:
+    return _C.deliver(result)
+
+
+def deliver_complete(result: torch.Tensor) -> torch.Tensor:
+    """What a function that computed with a result returns: in eager of the same class as others."""
+    if _is_dynamo_compiling() or type(result) is AsyncCollectiveTensor:
         return result
-    return _wait_op(result)
+    return _deliver_complete(result)
 
 
 def entry(op: Any) -> Callable[..., Any]:
     """``op`` for eager calls: the same arguments, at a fifth of what ``torch.ops`` costs."""
-    return _C.ops[op._schema.name.removeprefix("c10d_ext::")]
+    return _C.ops[_name_of(op)]
 
 
 def starter(op: Any) -> Callable[..., Any]:
     """``op``, started, with its result (or each of a list) as :func:`deliver` gives it."""
-    enter = entry(op)
+    enter = _C.starts[_name_of(op)]
 
     def start(*args: Any, **kwargs: Any) -> torch.Tensor:
         if _is_dynamo_compiling():
             return _wait_op(op(*args, **kwargs))
-        return deliver(enter(*args, **kwargs))
+        return enter(*args, **kwargs)
 
     def start_list(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
-        outs = op(*args, **kwargs) if _is_dynamo_compiling() else enter(*args, **kwargs)
-        return [deliver(out) for out in outs]
+        if _is_dynamo_compiling():
+            return [_wait_op(out) for out in op(*args, **kwargs)]
+        return enter(*args, **kwargs)
 
     returns = op._schema.returns[0].type
     return start if returns.isSubtypeOf(torch._C.TensorType.get()) else start_list
 
 
+def _name_of(op: Any) -> str:
+    return op._schema.name.removeprefix("c10d_ext::")
+
+
 def writer(op: Any) -> Callable[..., bool]:
     """``op``, in place or into ``out``, to its end, where :func:`writes_directly` says so."""
-    return functools.partial(_C.writes[op._schema.name.removeprefix("c10d_ext::")], False)
+    return functools.partial(_C.writes[_name_of(op)], False)
 
 
 def writes_directly(output: torch.Tensor, input: torch.Tensor) -> bool:
@@ -97,11 +103,16 @@ captures_numbers._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def work_of(tensor: torch.Tensor) -> dist.Work | None:
-    """The collective in flight that writes ``tensor``, or None.
+    """The collective behind a tensor, or None.
+
+    Of a result that nobody has waited for: always its work, complete or not. Of one that has been
+    waited for: None. Of any other tensor: the collective in flight that writes it, or None.
 
     The work has ``is_completed()``, ``wait(timeout)``, ``get_future()``, ``exception()``, and a
     sequence number where the backend counts.
     """
+    if isinstance(tensor, AsyncCollectiveTensor) and not tensor.completed:
+        return _C.work_behind(tensor.elem)
     return _C.work_of(tensor.elem if isinstance(tensor, _TorchAsyncCollectiveTensor) else tensor)
 
 
@@ -110,20 +121,27 @@ def pending_count() -> int:
     return _C.pending_count()
 
 
+# Where torch's class keeps what a wrapper of ours has in C++; those around fake tensors keep it
+# there, too.
+_elem_slot: Any = _TorchAsyncCollectiveTensor.elem
+_completed_slot: Any = _TorchAsyncCollectiveTensor.completed
+
+
 class AsyncCollectiveTensor(_TorchAsyncCollectiveTensor):
     """A collective's result that waits the first time its values are needed.
 
-    Shape, dtype, strides and views do not wait; anything else does, once. The values live in
-    ``elem``. It is an instance of torch's class of that name, so DTensor and friends recognise it.
+    Shape, dtype, strides and views do not wait; anything else does, once. It differentiates, and
+    is written, as any tensor. The values live in ``elem``, which has no history; ``wait()`` gives
+    them with it, as a plain tensor. It is an instance of torch's class of that name, so DTensor and
+    friends recognise it.
     """
-
-    elem: torch.Tensor
-    completed: bool
 
     @staticmethod
     def __new__(cls, elem: torch.Tensor) -> AsyncCollectiveTensor:  # noqa: PYI034
-        if type(elem) is torch.Tensor and not elem.requires_grad:
-            return _C.make_wrapper(cls, elem)
+        if type(elem) is torch.Tensor:
+            wrapped = _C.wrap_async(elem)
+            if wrapped is not None:
+                return wrapped
         wrapper = _make_wrapper(
             cls,
             elem.shape,
@@ -134,24 +152,34 @@ class AsyncCollectiveTensor(_TorchAsyncCollectiveTensor):
             device=elem.device,
             requires_grad=elem.requires_grad,
         )
-        _C.seal(wrapper)
-        wrapper.elem = elem
-        wrapper.completed = False
+        _elem_slot.__set__(wrapper, elem)
+        _completed_slot.__set__(wrapper, False)
         return wrapper
 
+    @property
+    def elem(self) -> torch.Tensor:  # type: ignore[override]
+        """The values, unwaited for and without history."""
+        elem = _elem_of(self)
+        return _elem_slot.__get__(self) if elem is None else elem
+
+    @property
+    def completed(self) -> bool:  # type: ignore[override]
+        """Whether somebody has waited: its own completion changes nothing that is seen."""
+        return _completed_slot.__get__(self) if _elem_of(self) is None else _C.is_waited(self)
+
     def trigger_wait(self) -> torch.Tensor:
-        """Waits, and returns the values as a plain tensor."""
-        elem = self.elem
-        if not self.completed:
-            if type(elem) is torch.Tensor:
-                _C.wait(elem)
-            else:
-                _wait_op(elem)  # fake or traced: as an op, for the tracer to see
-            self.completed = True
-        return elem
+        """Waits, and returns the values as a plain tensor, with their history."""
+        if _is_dynamo_compiling():
+            return _wait_op(self)
+        plain = _plain_of(self)
+        if plain is not None:
+            return plain
+        # Around a fake or traced tensor: as an op, for the tracer to see.
+        with torch.enable_grad():
+            return _wait_op(self)
 
     def wait(self) -> torch.Tensor:
-        """Waits, and returns the values as a plain tensor."""
+        """Waits, and returns the values as a plain tensor, with their history."""
         return self.trigger_wait()
 
     @staticmethod
@@ -165,10 +193,15 @@ class AsyncCollectiveTensor(_TorchAsyncCollectiveTensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _is_view(func):
+        kind = _kinds.get(func)
+        if kind is None:
+            kind = _kinds[func] = _kind_of(func)
+        if kind is _VIEWS:
             args, kwargs = _map(_peek, args), _map(_peek, kwargs)
             with torch.no_grad():
                 return _map(_rewrap, func(*args, **kwargs))
+        if kind is _WRITES:
+            return _write(func, args, kwargs)
         return func(*_map(_finish, args), **_map(_finish, kwargs))
 
     # What Python reaches without the dispatcher works on the finished values.
@@ -177,19 +210,20 @@ class AsyncCollectiveTensor(_TorchAsyncCollectiveTensor):
         return f"AsyncCollectiveTensor({self.trigger_wait()!r})"
 
     def __format__(self, spec: str) -> str:
-        return format(self._plain(), spec)
+        return format(self.trigger_wait(), spec)
 
     def tolist(self) -> Any:
-        return self._plain().tolist()
+        return self.trigger_wait().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        return self._plain().numpy(force=force)
+        return self.trigger_wait().numpy(force=force)
 
     def __array__(self, dtype: Any = None) -> Any:
-        return self._plain().__array__() if dtype is None else self._plain().__array__(dtype)
+        plain = self.trigger_wait()
+        return plain.__array__() if dtype is None else plain.__array__(dtype)
 
     def __dlpack__(self, **kwargs: Any) -> Any:
-        return self._plain().__dlpack__(**kwargs)
+        return self.trigger_wait().__dlpack__(**kwargs)
 
     def __dlpack_device__(self) -> Any:
         return self.elem.__dlpack_device__()
@@ -197,92 +231,93 @@ class AsyncCollectiveTensor(_TorchAsyncCollectiveTensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if self.requires_grad and not self.is_leaf:
             return super().__deepcopy__(memo)
-        copy = self._plain().__deepcopy__(memo)
+        copy = _finish(self).__deepcopy__(memo)
         memo[id(self)] = copy
         return copy.requires_grad_(self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+        return _finish(self).detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
     def data_ptr(self) -> int:
-        return self.trigger_wait().data_ptr()
+        return _finish(self).data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        return self.trigger_wait().untyped_storage()
+        return _finish(self).untyped_storage()
 
     def storage(self) -> Any:
-        return self.trigger_wait().storage()
+        return _finish(self).storage()
 
     def share_memory_(self) -> AsyncCollectiveTensor:
-        self._plain().share_memory_()
+        _finish(self).share_memory_()
         return self
 
     def is_shared(self) -> bool:
-        return self._plain().is_shared()
+        return _finish(self).is_shared()
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        return self._plain()
+        return _data.__get__(self)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        raise RuntimeError(
-            "AsyncCollectiveTensor: .data must be assigned on a plain tensor, got the result of a "
-            "collective; call .wait() and assign to what it returns"
-        )
-
-    def resize_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        raise RuntimeError(
-            "AsyncCollectiveTensor: resize_ needs a plain tensor, got the result of a collective; "
-            "call .wait() and resize what it returns"
-        )
+        if _elem_of(self) is None:
+            _data.__set__(self, value)
+        else:
+            _C.set_elem(self, _finish(value).detach())
 
     def set_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if _delivery(self.elem) not in (_READY, _IN_FLIGHT):
+        if _elem_of(self) is None:
             # Tracers give a fake copy its original's storage; the values, and so the storage that
             # counts, are elem's.
             return self
-        raise RuntimeError(
-            "AsyncCollectiveTensor: set_ needs a plain tensor, got the result of a collective; "
-            "call .wait() and set what it returns"
+        return super().set_(*args, **kwargs)
+
+
+_data: Any = torch.Tensor.data
+_C.set_async_tensor_type(AsyncCollectiveTensor, _wait_op)
+
+
+# What __torch_dispatch__ does with an op.
+_VIEWS, _WRITES, _READS = "views", "writes", "reads"
+_kinds: dict[Any, str] = {}
+_below_versions = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
+def _kind_of(func: Any) -> str:
+    if func._schema.is_mutable:
+        return _WRITES
+    first = func._schema.arguments[:1]
+    is_view = (
+        first
+        and first[0].alias_info is not None
+        and not torch._C._dispatch_has_kernel_for_dispatch_key(
+            func.name(), torch._C.DispatchKey.CompositeImplicitAutograd
         )
-
-    def _plain(self) -> torch.Tensor:
-        """The finished values without history."""
-        return self.trigger_wait().detach()
-
-
-class _Wrap(torch.autograd.Function):
-    """Joins a result's autograd history to its wrapper."""
-
-    @staticmethod
-    def forward(ctx: Any, result: torch.Tensor) -> torch.Tensor:
-        return AsyncCollectiveTensor(result.detach())
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad
+        and func.namespace == "aten"
+    )
+    return _VIEWS if is_view else _READS
 
 
-_views: dict[Any, bool] = {}
+def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An op that writes some of its arguments."""
+    wrappers: list[AsyncCollectiveTensor] = []
 
+    def collect(tensor: torch.Tensor) -> None:
+        if isinstance(tensor, AsyncCollectiveTensor) and _elem_of(tensor) is not None:
+            wrappers.append(tensor)
 
-def _is_view(func: Any) -> bool:
-    """Whether ``func`` returns a view of its first argument, values unread."""
-    known = _views.get(func)
-    if known is None:
-        first = func._schema.arguments[:1]
-        known = bool(
-            first
-            and first[0].alias_info is not None
-            and not first[0].alias_info.is_write
-            and not torch._C._dispatch_has_kernel_for_dispatch_key(
-                func.name(), torch._C.DispatchKey.CompositeImplicitAutograd
-            )
-            and func.namespace == "aten"
-        )
-        _views[func] = known
-    return known
+    _map(collect, args)
+    _map(collect, kwargs)
+    if torch.Tag.inplace_view in func.tags:
+        # elem may be what wait() has given out, whose shape stays as it is.
+        for wrapper in wrappers[:1]:
+            _C.set_elem(wrapper, _finish(wrapper))
+    # The wrapper's version counter is elem's, and has been advanced by the time this returns.
+    with torch._C._ExcludeDispatchKeyGuard(_below_versions):
+        result = func(*_map(_finish, args), **_map(_finish, kwargs))
+    for wrapper in wrappers:
+        _C.follow_elem(wrapper)
+    return _map(lambda t: next((w for w in wrappers if w.elem is t), t), result)
 
 
 def _map(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
@@ -307,11 +342,21 @@ def _peek(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _finish(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.trigger_wait() if isinstance(tensor, _TorchAsyncCollectiveTensor) else tensor
+    """The finished values, without a history where the wrapper is ours."""
+    if not isinstance(tensor, AsyncCollectiveTensor):
+        return tensor.trigger_wait() if isinstance(tensor, _TorchAsyncCollectiveTensor) else tensor
+    elem = _finished_elem(tensor)
+    if elem is not None:
+        return elem
+    elem = _elem_slot.__get__(tensor)
+    if not _completed_slot.__get__(tensor):
+        _wait_op(elem)  # around a fake or traced tensor: as an op, for the tracer to see
+        _completed_slot.__set__(tensor, True)
+    return elem
 
 
 def _rewrap(view: torch.Tensor) -> torch.Tensor:
     # A wrapper has no conj or neg bit of its own to show: such a view is made of finished values.
     if view.is_conj() or view.is_neg():
         return _wait_op(view)
-    return AsyncCollectiveTensor(view) if _delivery(view) == _IN_FLIGHT else view
+    return AsyncCollectiveTensor(view)

@@ -9,6 +9,8 @@
 #include <deque>
 #include <exception>
 
+#include "core/async_tensor.h"
+
 namespace c10d_ext::entry {
 
 namespace {
@@ -17,7 +19,7 @@ namespace py = pybind11;
 
 // Method definitions outlive the functions made of them; a deque keeps them in place.
 std::deque<PyMethodDef>& listed(Manner manner) {
-  static auto* definitions = new std::deque<PyMethodDef>[2];
+  static auto* definitions = new std::deque<PyMethodDef>[3];
   return definitions[static_cast<size_t>(manner)];
 }
 
@@ -42,7 +44,7 @@ bool read_list(PyObject* object, std::vector<Value>& values) {
 }  // namespace
 
 bool read(PyObject* object, at::Tensor& value) {
-  if (object == nullptr || !THPVariable_CheckExact(object)) {
+  if (object == nullptr || !(THPVariable_CheckExact(object) || is_async_object(object))) {
     return false;
   }
   value = THPVariable_Unpack(object);
@@ -117,10 +119,13 @@ PyObject* wrap(const at::Tensor& value) {
   return THPVariable_Wrap(value);
 }
 
-PyObject* wrap(const std::vector<at::Tensor>& value) {
+namespace {
+
+PyObject* wrap_list(const std::vector<at::Tensor>& value,
+                    c10::function_ref<PyObject*(const at::Tensor&)> wrap_one) {
   PyObject* list = PyList_New(static_cast<Py_ssize_t>(value.size()));
   for (size_t i = 0; list != nullptr && i < value.size(); ++i) {
-    PyObject* item = THPVariable_Wrap(value[i]);
+    PyObject* item = wrap_one(value[i]);
     if (item == nullptr) {
       Py_CLEAR(list);
       break;
@@ -128,6 +133,34 @@ PyObject* wrap(const std::vector<at::Tensor>& value) {
     PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), item);
   }
   return list;
+}
+
+}  // namespace
+
+PyObject* wrap(const std::vector<at::Tensor>& value) {
+  return wrap_list(value, [](const at::Tensor& t) { return wrap(t); });
+}
+
+PyObject* wrap_delivered(const at::Tensor& value) {
+  return deliver(value);
+}
+
+PyObject* wrap_delivered(const std::vector<at::Tensor>& value) {
+  return wrap_list(value, deliver);
+}
+
+PyObject* delivered(PyObject* returned) {
+  PyObject* result = nullptr;
+  if (returned != nullptr && THPVariable_Check(returned)) {
+    result = deliver(THPVariable_Unpack(returned));
+  } else if (std::vector<at::Tensor> list; returned != nullptr && PyList_Check(returned)) {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(returned); ++i) {
+      list.push_back(THPVariable_Unpack(PyList_GET_ITEM(returned, i)));
+    }
+    result = wrap_delivered(list);
+  }
+  Py_XDECREF(returned);
+  return result;
 }
 
 Entry::Entry(const c10::OperatorHandle& op) : name_(op.schema().name()) {
@@ -186,19 +219,25 @@ bool run(c10::function_ref<void()> body) {
   if (!error) {
     return true;
   }
-  // Thrown once more through pybind11, which knows how torch's errors look in Python.
-  const py::cpp_function rethrow([error] { std::rethrow_exception(error); });
-  Py_XDECREF(PyObject_CallNoArgs(rethrow.ptr()));
+  raise(error);
   return false;
 }
 
-bool add(const char* name, Function call, Function write) {
+PyObject* raise(const std::exception_ptr& error) {
+  // Thrown once more through pybind11, which knows how torch's errors look in Python.
+  const py::cpp_function rethrow([error] { std::rethrow_exception(error); });
+  Py_XDECREF(PyObject_CallNoArgs(rethrow.ptr()));
+  return nullptr;
+}
+
+bool add(const char* name, Function call, Function start, Function write) {
   const auto list = [name](Manner manner, Function function) {
     listed(manner).push_back({name,
                               reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)),
                               METH_FASTCALL | METH_KEYWORDS, nullptr});
   };
   list(Manner::Call, call);
+  list(Manner::Start, start);
   const std::string_view op = name;
   if (op.ends_with("_") || op.ends_with("_out")) {
     list(Manner::Write, write);

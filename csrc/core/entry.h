@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <array>
+#include <exception>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -26,8 +27,9 @@
 // call, so that modes, autograd and transforms see it. torch.ops looks up overloads, asks for
 // __torch_function__ and boxes every argument, which takes longer than the rest of a call.
 //
-// It reads plain arguments alone: tensors, not subclasses, and numbers, not symbolic ones. A call
-// with any other, and one under a torch function mode or torch.jit.trace, goes on to torch.ops.
+// It reads plain arguments alone: tensors and results of other collectives, not other subclasses,
+// and numbers, not symbolic ones. A call with any other, and one under a torch function mode or
+// torch.jit.trace, goes on to torch.ops.
 //
 // A second way in is for callers whose tensors are written and nobody differentiates it: see
 // enter_to_write.
@@ -46,6 +48,11 @@ bool read(PyObject* object, std::optional<c10::Scalar>& value);
 
 PyObject* wrap(const at::Tensor& value);
 PyObject* wrap(const std::vector<at::Tensor>& value);
+// The same as users get it from a functional collective: see deliver().
+PyObject* wrap_delivered(const at::Tensor& value);
+PyObject* wrap_delivered(const std::vector<at::Tensor>& value);
+// Of what torch.ops returned, which it takes over; null stays null.
+PyObject* delivered(PyObject* returned);
 
 // What a parameter's argument is kept in during the call.
 template <class Parameter>
@@ -86,24 +93,31 @@ bool is_watched();
 
 // Runs `body` without the GIL; false, with the Python error set, where it throws.
 bool run(c10::function_ref<void()> body);
+// Sets the Python error; returns null.
+PyObject* raise(const std::exception_ptr& error);
 
-template <class Return, class... Parameters, size_t... I>
+// `deliver`: the result as users get it from a functional collective, else as the op returns it.
+template <bool deliver, class Return, class... Parameters, size_t... I>
 PyObject* enter(const c10::TypedOperatorHandle<Return(Parameters...)>& handle, Entry& entry,
                 const Call& call, std::index_sequence<I...>) {
   std::array<PyObject*, sizeof...(Parameters)> places{};
   std::tuple<typename Kept<Parameters>::type...> kept;
   if (is_watched() || !entry.bind(call, places.data()) ||
       !(read(places[I], std::get<I>(kept)) && ...)) {
-    return entry.call_torch_ops(call);
+    PyObject* returned = entry.call_torch_ops(call);
+    return deliver ? delivered(returned) : returned;
   }
   std::optional<std::decay_t<Return>> result;
-  return run([&] { result = handle.call(std::get<I>(kept)...); }) ? wrap(*result) : nullptr;
+  if (!run([&] { result = handle.call(std::get<I>(kept)...); })) {
+    return nullptr;
+  }
+  return deliver ? wrap_delivered(*result) : wrap(*result);
 }
 
-template <class Return, class... Parameters>
+template <bool deliver, class Return, class... Parameters>
 PyObject* enter(const c10::TypedOperatorHandle<Return(Parameters...)>& handle, Entry& entry,
                 const Call& call) {
-  return enter(handle, entry, call, std::index_sequence_for<Parameters...>());
+  return enter<deliver>(handle, entry, call, std::index_sequence_for<Parameters...>());
 }
 
 template <class T>
@@ -149,25 +163,32 @@ PyObject* enter_to_write(const c10::TypedOperatorHandle<Return(Parameters...)>& 
   return enter_to_write(handle, entry, call, std::index_sequence_for<Parameters...>());
 }
 
-enum class Manner { Call, Write };
+enum class Manner { Call, Start, Write };
 
 // The Python function of the op that `handle()` returns.
 template <const auto& (*handle)(), Manner manner>
 PyObject* method(PyObject*, PyObject* const* arguments, Py_ssize_t positional, PyObject* keywords) {
   static auto* entry = new Entry(handle());
   const Call call{arguments, positional, keywords};
-  return manner == Manner::Call ? enter(handle(), *entry, call)
-                                : enter_to_write(handle(), *entry, call);
+  switch (manner) {
+    case Manner::Call:
+      return enter<false>(handle(), *entry, call);
+    case Manner::Start:
+      return enter<true>(handle(), *entry, call);
+    case Manner::Write:
+      return enter_to_write(handle(), *entry, call);
+  }
 }
 
 using Function = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t, PyObject*);
 
 // Lists the functions of an op under its name; returns true for the sake of static initialization.
-bool add(const char* name, Function call, Function write);
+bool add(const char* name, Function call, Function start, Function write);
 
 template <const auto& (*handle)()>
 bool add(const char* name) {
-  return add(name, method<handle, Manner::Call>, method<handle, Manner::Write>);
+  return add(name, method<handle, Manner::Call>, method<handle, Manner::Start>,
+             method<handle, Manner::Write>);
 }
 
 // Everything listed: name -> Python function. A new reference.

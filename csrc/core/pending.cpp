@@ -855,6 +855,16 @@ c10::intrusive_ptr<c10d::Work> started_work_of(const at::Tensor& t) {
                    : c10::make_intrusive<PendingWork>(last.facts, std::vector<at::Tensor>{t});
 }
 
+c10::intrusive_ptr<c10d::Work> work_behind(const at::Tensor& t) {
+  if (auto work = work_of(t)) {
+    return work;
+  }
+  if (auto work = started_work_of(t)) {
+    return work;
+  }
+  return c10::make_intrusive<PendingWork>(Facts(), std::vector<at::Tensor>{t});
+}
+
 void bind_works(pybind11::module_& m) {
   bind_work<PendingWork>(m, "Work").def(
       "_get_sequence_number", &PendingWork::getSequencenumber,

@@ -151,6 +151,9 @@ void note_over(const at::Tensor& output, const Facts& facts);
 // where nothing was started.
 c10::intrusive_ptr<c10d::Work> started_work_of(const at::Tensor& t);
 
+// The work of a collective that nobody has waited for yet: where it is over, one that tells so.
+c10::intrusive_ptr<c10d::Work> work_behind(const at::Tensor& t);
+
 // The class of these works in Python.
 void bind_works(pybind11::module_& m);
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_c10d_ext import _inductor, _vmap
-from torch_c10d_ext._async import starter
+from torch_c10d_ext._async import deliver_complete, starter
 from torch_c10d_ext._dims import check_dim
 from torch_c10d_ext._groups import Group, group_name
 
@@ -51,7 +51,7 @@ def all_gather(
     dim = check_dim("all_gather", "gather_dim", gather_dim, self, name) if gather_dim != 0 else 0
     if dim == 0:
         return _start(self, sizes, name)
-    return _start(self.movedim(dim, 0), sizes, name).movedim(0, dim).contiguous()
+    return deliver_complete(_start(self.movedim(dim, 0), sizes, name).movedim(0, dim).contiguous())
 
 
 _vmap.register("all_gather", _vmap.by_rows(_op))

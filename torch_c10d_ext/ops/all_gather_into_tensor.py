@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_c10d_ext import _inductor, _vmap
-from torch_c10d_ext._async import replace, starter, writer, writes_directly
+from torch_c10d_ext._async import deliver_complete, replace, starter, writer, writes_directly
 from torch_c10d_ext._dims import check_dim, check_list, rows_to_dim
 from torch_c10d_ext._groups import Group, group_name, group_size
 from torch_c10d_ext.errors import InvalidArgument
@@ -53,7 +53,8 @@ def all_gather_single(self: Tensor, gather_dim: int, group: Group = None, tag: s
     if gather_dim == 0:
         return _start(self, size, name)
     dim = check_dim("all_gather_single", "gather_dim", gather_dim, self, name)
-    return rows_to_dim(_start(self, size, name), size, dim)
+    gathered = _start(self, size, name)
+    return gathered if dim == 0 else deliver_complete(rows_to_dim(gathered, size, dim))
 
 
 def all_gather_tensor(self: Tensor, gather_dim: int, group: Group = None, tag: str = "") -> Tensor:

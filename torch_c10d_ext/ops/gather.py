@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_c10d_ext import _inductor, _vmap
-from torch_c10d_ext._async import starter
+from torch_c10d_ext._async import deliver_complete, starter
 from torch_c10d_ext._dims import check_dim
 from torch_c10d_ext._groups import Group, group_name
 
@@ -49,7 +49,7 @@ def gather(
     if dim == 0:
         return _start(self, dst, name)
     # dim to the front, where the ranks' parts are concatenated, and back.
-    return _start(self.movedim(dim, 0), dst, name).movedim(0, dim).contiguous()
+    return deliver_complete(_start(self.movedim(dim, 0), dst, name).movedim(0, dim).contiguous())
 
 
 _vmap.register("gather", _vmap.by_rows(_op, keeps_scalar=True))

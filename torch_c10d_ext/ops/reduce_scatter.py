@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_c10d_ext import _inductor, _vmap
-from torch_c10d_ext._async import starter
+from torch_c10d_ext._async import deliver_complete, starter
 from torch_c10d_ext._dims import check_dim
 from torch_c10d_ext._groups import Group, group_name
 
@@ -65,7 +65,9 @@ def reduce_scatter(
     if dim == 0:
         return _start(self, reduceOp, sizes, name, factor=factor)
     rows = self.movedim(dim, 0)
-    return _start(rows, reduceOp, sizes, name, factor=factor).movedim(0, dim).contiguous()
+    return deliver_complete(
+        _start(rows, reduceOp, sizes, name, factor=factor).movedim(0, dim).contiguous()
+    )
 
 
 _vmap.register("reduce_scatter", _vmap.by_rows(_op))

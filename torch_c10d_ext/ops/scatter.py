@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_c10d_ext import _inductor, _vmap
-from torch_c10d_ext._async import starter
+from torch_c10d_ext._async import deliver_complete, starter
 from torch_c10d_ext._dims import check_dim
 from torch_c10d_ext._groups import Group, group_name
 
@@ -58,7 +58,9 @@ def scatter(
     dim = check_dim("scatter", "scatter_dim", scatter_dim, self, name) if scatter_dim != 0 else 0
     if dim == 0:
         return _start(self, src, name, size=size)
-    return _start(self.movedim(dim, 0), src, name, size=size).movedim(0, dim).contiguous()
+    return deliver_complete(
+        _start(self.movedim(dim, 0), src, name, size=size).movedim(0, dim).contiguous()
+    )
 
 
 _vmap.register("scatter", _vmap.by_rows(_op))
