@@ -31,7 +31,7 @@ def deliver(result: torch.Tensor) -> torch.Tensor:
     """The result of a start op as users get it.
 
     Eager: an :class:`AsyncCollectiveTensor`, complete or not. Under a trace or a ``torch.func``
-    transform, and where it has a tangent: waited for, as a node of the graph.
+    transform: waited for, as a node of the graph.
     """
     if _is_dynamo_compiling():
         return _wait_op(result)

@@ -1,9 +1,8 @@
 """The functional collectives: a superset of ``torch.distributed._functional_collectives``.
 
 Same names, same arguments. In eager a call returns at once, with an :class:`AsyncCollectiveTensor`
-that waits on first use, or with a plain tensor where the result is complete already; under a trace
-it becomes plain graph nodes. Everything differentiates, batches under ``torch.vmap``, compiles and
-exports.
+that waits on first use; under a trace it becomes plain graph nodes. Everything differentiates,
+batches under ``torch.vmap``, compiles and exports.
 """
 
 from torch.distributed._functional_collectives import allow_inflight_collective_as_graph_input_ctx

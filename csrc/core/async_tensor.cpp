@@ -167,12 +167,17 @@ bool is_recorded() {
 
 PyObject* wrap_known(const at::Tensor& t, bool over) {
   const bool recorded = t.requires_grad();
-  const at::Tensor wrapper = make(recorded ? alias_of(t) : t, over);
+  const bool dual = has_tangent(t);
+  const at::Tensor wrapper = make(recorded || dual ? alias_of(t) : t, over);
   if (recorded) {
     // The wrapper is the node's output from here on, and `t` is let go.
     torch::autograd::impl::set_gradient_edge(wrapper, torch::autograd::impl::gradient_edge(t));
   }
-  return make_object(wrapper);
+  PyObject* object = make_object(wrapper);
+  if (dual && object != nullptr) {
+    wrapper._set_fw_grad(t._fw_grad(/*level=*/0), /*level=*/0, /*is_inplace_op=*/false);
+  }
+  return object;
 }
 
 // --- The short way of an op ------------------------------------------------------------------
@@ -527,7 +532,7 @@ PyObject* wrap_async(const at::Tensor& t) {
 }
 
 PyObject* deliver(const at::Tensor& result) {
-  if (!can_wrap(result) || has_tangent(result) || is_recorded()) {
+  if (!can_wrap(result) || is_recorded()) {
     // By way of Python, where tracers look, too.
     PyObject* plain = THPVariable_Wrap(result);
     PyObject* waited = plain == nullptr ? nullptr : PyObject_CallOneArg(wait_op, plain);
@@ -538,7 +543,7 @@ PyObject* deliver(const at::Tensor& result) {
 }
 
 PyObject* deliver_complete(const at::Tensor& result) {
-  if (!can_wrap(result) || has_tangent(result) || is_recorded()) {
+  if (!can_wrap(result) || is_recorded()) {
     return THPVariable_Wrap(result);
   }
   return wrap_known(result, /*over=*/true);

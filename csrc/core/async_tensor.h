@@ -30,8 +30,8 @@ bool is_async_object(PyObject* object);
 // conj or neg bit.
 PyObject* wrap_async(const at::Tensor& t);
 
-// The result of a start op as users get it: wrapped, or waited for where it is traced, under a
-// transform, or has a tangent. A new reference.
+// The result of a start op as users get it: wrapped, or waited for where it is traced or under a
+// transform. A new reference.
 PyObject* deliver(const at::Tensor& result);
 
 // What deliver() makes of a result that is complete: wrapped, or itself.
