@@ -115,11 +115,14 @@ PyObject* finished_elem_method(PyObject*, PyObject* argument) {
 
 PyObject* plain_of_method(PyObject*, PyObject* argument) {
   return with_tensor("plain_of", argument, [](const at::Tensor& t) -> PyObject* {
-    if (!is_async_tensor(t)) {
+    std::optional<at::Tensor> plain;
+    if (!entry::run([&] { plain = plain_of(t); })) {
+      return nullptr;
+    }
+    if (!plain) {
       Py_RETURN_NONE;
     }
-    at::Tensor plain;
-    return entry::run([&] { plain = plain_of(t); }) ? THPVariable_Wrap(plain) : nullptr;
+    return THPVariable_Wrap(*plain);
   });
 }
 

@@ -188,6 +188,10 @@ enum class Kind : uint8_t {
   Other,
 };
 
+bool is_aten(const c10::FunctionSchema& schema) {
+  return schema.name().rfind("aten::", 0) == 0;
+}
+
 Kind find_kind(const c10::OperatorHandle& op) {
   const auto& schema = op.schema();
   const auto& arguments = schema.arguments();
@@ -204,8 +208,7 @@ Kind find_kind(const c10::OperatorHandle& op) {
       std::any_of(arguments.begin() + 1, arguments.end(), has_alias) ||
       arguments[0].type()->kind() != c10::TypeKind::TensorType ||
       returns[0].type()->kind() != c10::TypeKind::TensorType ||
-      op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd) ||
-      schema.name().rfind("aten::", 0) != 0) {
+      op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd) || !is_aten(schema)) {
     return Kind::Other;
   }
   // These look at more than the geometry, or are what autograd treats by itself.
@@ -220,11 +223,18 @@ Kind find_kind(const c10::OperatorHandle& op) {
 }
 
 Kind kind_of(const c10::OperatorHandle& op) {
-  // By the address of the schema, which the dispatcher keeps in place while an op is registered.
+  // By the schema's address. Only torch's own ops stay where they are while the process lives.
   static thread_local std::unordered_map<const c10::FunctionSchema*, Kind> known;
   const auto* schema = &op.schema();
   const auto found = known.find(schema);
-  return found != known.end() ? found->second : known.emplace(schema, find_kind(op)).first->second;
+  if (found != known.end()) {
+    return found->second;
+  }
+  const Kind kind = find_kind(op);
+  if (is_aten(*schema)) {
+    known.emplace(schema, kind);
+  }
+  return kind;
 }
 
 // Whether something between the caller and the kernel wants to see the op with its wrappers.
@@ -583,8 +593,12 @@ void wait_async(const at::Tensor& wrapper) {
   impl_or_throw(wrapper).wait();
 }
 
-at::Tensor plain_of(const at::Tensor& wrapper) {
-  auto& impl = impl_or_throw(wrapper);
+std::optional<at::Tensor> plain_of(const at::Tensor& wrapper) {
+  auto* found = impl_of(wrapper);
+  if (found == nullptr || is_recorded()) {
+    return std::nullopt;
+  }
+  auto& impl = *found;
   impl.wait();
   if (!has_history(wrapper) && !may_have_tangent(wrapper)) {
     return impl.elem();

@@ -4,6 +4,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
+
 // The C++ half of AsyncCollectiveTensor (torch_c10d_ext/_async.py), what an eager functional
 // collective returns: a tensor of Python's class whose values live in another tensor, `elem`, and
 // are there once somebody has waited.
@@ -49,7 +51,7 @@ bool is_waited(const at::Tensor& wrapper);
 // Waits, once.
 void wait_async(const at::Tensor& wrapper);
 // The values with the wrapper's history, as a plain tensor: waited for, whether gradients are
-// recorded now or not.
-at::Tensor plain_of(const at::Tensor& wrapper);
+// recorded now or not. None where the wait is an op for a tracer to see.
+std::optional<at::Tensor> plain_of(const at::Tensor& wrapper);
 
 }  // namespace c10d_ext

@@ -42,7 +42,7 @@ def wait_tensor(tensor: Tensor) -> Tensor:
     """
     if _is_dynamo_compiling():
         return _op(tensor)
-    if type(tensor) is AsyncCollectiveTensor and not tensor.requires_grad:
+    if type(tensor) is AsyncCollectiveTensor:
         return tensor.trigger_wait()
     return _enter(tensor)
 
