@@ -62,8 +62,8 @@ def _futures() -> None:
         assert torch.equal(out, torch.full((4,), r + 1.0))
     y = F.all_reduce(torch.full((4,), rank + 1.0), "sum", None)
     work = torch_c10d_ext.work_of(y)
-    if work is not None:
-        assert torch.equal(work.get_future().wait()[0], total)
+    assert work is not None
+    assert torch.equal(work.get_future().wait()[0], total)
     assert torch.equal(y + 0, total)
     # Its work knows the result when it is over.
     y = F.all_reduce(torch.full((4,), rank + 1.0), "sum", None)
@@ -72,8 +72,8 @@ def _futures() -> None:
     while torch_c10d_ext.pending_count():
         assert time.monotonic() < ends
         time.sleep(0.01)
-    if work is not None:
-        assert torch.equal(work.get_future().wait()[0], total)
+    assert work is not None
+    assert torch.equal(work.get_future().wait()[0], total)
     # A result that is dropped completes as well, and leaves nothing.
     F.all_reduce(torch.ones(4), "sum", None)
     ends = time.monotonic() + DEADLINE

@@ -302,6 +302,11 @@ class PendingWork : public c10d::Work {
     return inner_ != nullptr || !outputs_.empty();
   }
 
+  // Once it is over.
+  Facts facts() const {
+    return {opType_, sequence_number_, milliseconds_};
+  }
+
   // In c10d's table of works, as far as is known here.
   bool is_listed() const {
     return listed_;
@@ -859,10 +864,13 @@ c10::intrusive_ptr<c10d::Work> work_behind(const at::Tensor& t) {
   if (auto work = work_of(t)) {
     return work;
   }
-  if (auto work = started_work_of(t)) {
-    return work;
+  // It is over, and its work has let go of the result.
+  const auto& last = last_here();
+  Facts facts;
+  if (last.storage != nullptr && last.storage == storage_of(t)) {
+    facts = last.work ? last.work->facts() : last.facts;
   }
-  return c10::make_intrusive<PendingWork>(Facts(), std::vector<at::Tensor>{t});
+  return c10::make_intrusive<PendingWork>(facts, std::vector<at::Tensor>{t});
 }
 
 void bind_works(pybind11::module_& m) {
