@@ -15,23 +15,23 @@
 #include "program.h"
 
 using namespace c10d_ext;
-using shm::Descriptor;
+using shm::FdOwner;
 
 namespace {
 
 struct Connection {
-  Descriptor ours, theirs;
+  FdOwner ours, theirs;
 };
 
 Connection connection() {
   std::array<int, 2> fds;
   const shm::ForkGuard guard;
   CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, fds.data()) == 0);
-  return {Descriptor(fds[0], guard), Descriptor(fds[1], guard)};
+  return {FdOwner(fds[0], guard), FdOwner(fds[1], guard)};
 }
 
-std::vector<Descriptor> list(Descriptor end) {
-  std::vector<Descriptor> ends;
+std::vector<FdOwner> list(FdOwner end) {
+  std::vector<FdOwner> ends;
   ends.push_back(std::move(end));
   return ends;
 }
@@ -47,12 +47,12 @@ constexpr std::chrono::milliseconds kNothing{200};  // comes in this time where 
 
 // A process that holds the other end, until a word comes.
 pid_t hold(Connection& connection, const std::function<void(std::optional<Lifelines>&)>& then) {
-  // A fork closes every Descriptor of this process.
+  // A fork closes every FdOwner of this process.
   const int end = dup(connection.theirs.get());
   const pid_t child = start([&] {
     const auto own = [&] {
       const shm::ForkGuard guard;
-      return Descriptor(end, guard);
+      return FdOwner(end, guard);
     };
     std::optional<Lifelines> held(std::in_place, list(own()));
     then(held);
@@ -118,7 +118,7 @@ void who_leaves_is_not_missed() {
 void what_does_not_end_in_good_order_is_cut() {
   auto exits = connection(), talks = connection(), stays = connection();
   const pid_t first = hold(exits, [](auto&) { _exit(0); });
-  std::vector<Descriptor> ends;
+  std::vector<FdOwner> ends;
   ends.push_back(std::move(stays.ours));
   ends.emplace_back();  // not open
   ends.push_back(std::move(exits.ours));
@@ -135,7 +135,7 @@ void what_does_not_end_in_good_order_is_cut() {
 void leaving_says_so_on_every_line() {
   auto first = connection(), second = connection();
   {
-    std::vector<Descriptor> ends;
+    std::vector<FdOwner> ends;
     ends.push_back(std::move(first.ours));
     ends.push_back(std::move(second.ours));
     const Lifelines ours(std::move(ends));

@@ -76,7 +76,7 @@ void watch_apart(const std::vector<int>& ends, int cuts, int leave) {
 
 }  // namespace
 
-Lifelines::Lifelines(std::vector<shm::Descriptor> ends)
+Lifelines::Lifelines(std::vector<shm::FdOwner> ends)
     : ends_(std::move(ends)), generation_(shm::fork_generation()) {
   auto cuts = shm::Pipe::open();
   auto leave = shm::Pipe::open();

@@ -20,7 +20,7 @@ namespace c10d_ext {
 class Lifelines {
  public:
   // Nothing else may be said over these sockets; what is not open is passed over.
-  explicit Lifelines(std::vector<shm::Descriptor> ends);
+  explicit Lifelines(std::vector<shm::FdOwner> ends);
   // Leaves, of which the other ends hear nothing.
   ~Lifelines();
   Lifelines(const Lifelines&) = delete;
@@ -34,8 +34,8 @@ class Lifelines {
   std::optional<size_t> next_cut() const;
 
  private:
-  std::vector<shm::Descriptor> ends_;
-  shm::Descriptor cuts_, leave_;
+  std::vector<shm::FdOwner> ends_;
+  shm::FdOwner cuts_, leave_;
   const uint64_t generation_;
   std::thread thread_;
 };

@@ -29,7 +29,7 @@ namespace c10d_ext {
 
 namespace {
 
-using shm::Descriptor;
+using shm::FdOwner;
 using shm::ForkGuard;
 using std::chrono::milliseconds;
 
@@ -136,18 +136,18 @@ std::vector<std::string> own_addresses() {
   return outside;
 }
 
-Descriptor open_socket(int family) {
+FdOwner open_socket(int family) {
   const ForkGuard guard;
-  return Descriptor(socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0), guard);
+  return FdOwner(socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0), guard);
 }
 
-void set(const Descriptor& socket, int level, int option, int value) {
+void set(const FdOwner& socket, int level, int option, int value) {
   // What cannot be set is only slower, or noticed later.
   (void)setsockopt(socket.get(), level, option, &value, sizeof(value));
 }
 
 // Words leave at once, and a machine that is gone is noticed in half a minute.
-void tune(const Descriptor& socket) {
+void tune(const FdOwner& socket) {
   set(socket, IPPROTO_TCP, TCP_NODELAY, 1);
   set(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
   set(socket, IPPROTO_TCP, TCP_KEEPIDLE, 10);
@@ -157,12 +157,12 @@ void tune(const Descriptor& socket) {
 }
 
 struct Listening {
-  Descriptor socket;
+  FdOwner socket;
   int port;
 };
 
 Listening listen_anywhere() {
-  Descriptor socket = open_socket(AF_INET6);
+  FdOwner socket = open_socket(AF_INET6);
   Address any = *parse("::", 0);
   if (socket) {
     set(socket, IPPROTO_IPV6, IPV6_V6ONLY, 0);
@@ -186,12 +186,12 @@ Listening listen_anywhere() {
   return {std::move(socket), port};
 }
 
-Line accept_line(const Descriptor& listening) {
-  Descriptor socket;
+Line accept_line(const FdOwner& listening) {
+  FdOwner socket;
   {
     const ForkGuard guard;
     socket =
-        Descriptor(accept4(listening.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK), guard);
+        FdOwner(accept4(listening.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK), guard);
   }
   if (socket) {
     tune(socket);
@@ -313,7 +313,7 @@ Star gather_lines(const shm::KeyValueStore& store, const shm::Place& place, cons
 
 // To rank 0, or why there is none.
 std::string reach(const Address& address, const Deadline& deadline, Line& line) {
-  Descriptor socket = open_socket(address.storage.ss_family);
+  FdOwner socket = open_socket(address.storage.ss_family);
   if (!socket) {
     return error_text(errno);
   }

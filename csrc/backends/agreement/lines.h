@@ -66,7 +66,7 @@ struct Sentence {
 class Line {
  public:
   Line() = default;
-  explicit Line(shm::Descriptor socket) : socket_(std::move(socket)) {}
+  explicit Line(shm::FdOwner socket) : socket_(std::move(socket)) {}
 
   bool is_open() const {
     return static_cast<bool>(socket_);
@@ -78,7 +78,7 @@ class Line {
     socket_ = {};
   }
   // What is left of it is said to nobody.
-  shm::Descriptor take_socket() {
+  shm::FdOwner take_socket() {
     return std::move(socket_);
   }
 
@@ -95,7 +95,7 @@ class Line {
   std::optional<Sentence> next();
 
  private:
-  shm::Descriptor socket_;
+  shm::FdOwner socket_;
   std::string unsent_, heard_;
 };
 
@@ -109,7 +109,7 @@ struct Star {
   // Rank 0 has one to every other rank, the others one to rank 0.
   std::vector<Line> lines;
   // To the same ranks, in the same order, and for Lifelines.
-  std::vector<shm::Descriptor> lifelines;
+  std::vector<shm::FdOwner> lifelines;
   std::vector<Member> members;
 };
 

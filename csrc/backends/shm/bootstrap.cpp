@@ -102,7 +102,7 @@ constexpr size_t kMaxMessage = 128 * 1024;
 
 struct Message {
   std::string content;
-  std::vector<Descriptor> descriptors;
+  std::vector<FdOwner> descriptors;
 
   // The head, where the message is of this kind.
   template <class Head>
@@ -131,7 +131,7 @@ struct Gone : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-void send(const Descriptor& socket, const std::string& content, const std::vector<int>& fds,
+void send(const FdOwner& socket, const std::string& content, const std::vector<int>& fds,
           const Deadline& deadline) {
   iovec part{const_cast<char*>(content.data()), content.size()};
   alignas(cmsghdr) std::array<char, CMSG_SPACE(kMaxDescriptors * sizeof(int))> control{};
@@ -163,7 +163,7 @@ void send(const Descriptor& socket, const std::string& content, const std::vecto
 }
 
 // What is there to be received now, or nothing.
-std::optional<Message> receive_now(const Descriptor& socket) {
+std::optional<Message> receive_now(const FdOwner& socket) {
   std::string content(kMaxMessage, '\0');
   iovec part{content.data(), content.size()};
   alignas(cmsghdr) std::array<char, CMSG_SPACE(kMaxDescriptors * sizeof(int))> control{};
@@ -197,7 +197,7 @@ std::optional<Message> receive_now(const Descriptor& socket) {
   return message;
 }
 
-Message receive(const Descriptor& socket, const Deadline& deadline) {
+Message receive(const FdOwner& socket, const Deadline& deadline) {
   while (deadline.wait(socket.get(), POLLIN)) {
     if (auto message = receive_now(socket)) {
       return std::move(*message);
@@ -224,16 +224,16 @@ struct Address {
 };
 
 // Keeps the boundaries of messages, and each message's descriptors with it.
-Descriptor open_socket() {
+FdOwner open_socket() {
   const ForkGuard guard;
-  Descriptor made(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0), guard);
+  FdOwner made(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0), guard);
   if (!made) {
     throw std::system_error(errno, std::generic_category(), "cannot open a socket");
   }
   return made;
 }
 
-Descriptor listen_at(const std::string& session) {
+FdOwner listen_at(const std::string& session) {
   auto made = open_socket();
   const Address address(session);
   if (bind(made.get(), address.get(), address.length) < 0 || listen(made.get(), SOMAXCONN) < 0) {
@@ -243,7 +243,7 @@ Descriptor listen_at(const std::string& session) {
 }
 
 // The user on the other side, as seen from this process' user namespace.
-uid_t user_behind(const Descriptor& socket) {
+uid_t user_behind(const FdOwner& socket) {
   ucred credentials{};
   socklen_t length = sizeof(credentials);
   if (getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &credentials, &length) < 0) {
@@ -356,7 +356,7 @@ class Host {
     if (why_not) {
       return {nullptr, why_not.text, session_};
     }
-    std::vector<Descriptor> ends;
+    std::vector<FdOwner> ends;
     for (auto& guest : guests_) {
       ends.push_back(std::move(guest.end));
     }
@@ -369,8 +369,8 @@ class Host {
   struct Guest {
     Identity identity{};
     Obstacle cannot;
-    Descriptor socket;  // of those that connected
-    Descriptor end;
+    FdOwner socket;  // of those that connected
+    FdOwner end;
     std::string nonce;  // of those that could not
 
     bool here() const {
@@ -423,7 +423,7 @@ class Host {
       }
     }
     bool any = false;
-    std::vector<Descriptor> still;
+    std::vector<FdOwner> still;
     for (size_t i = 0; i < strangers_.size(); ++i) {
       if (fds[1 + guests_.size() + i].revents == 0) {
         still.push_back(std::move(strangers_[i]));
@@ -442,7 +442,7 @@ class Host {
     const auto accept = [&] {
       const ForkGuard guard;
       const int fd = accept4(listening_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
-      return Descriptor(fd, guard);
+      return FdOwner(fd, guard);
     };
     auto stranger = accept();
     if (!stranger) {
@@ -467,7 +467,7 @@ class Host {
   }
 
   // Makes a guest of a stranger that knows the token; hangs up on all others.
-  bool meet(Descriptor socket) {
+  bool meet(FdOwner socket) {
     std::optional<Message> message;
     try {
       message = receive_now(socket);
@@ -619,8 +619,8 @@ class Host {
   std::vector<Guest> guests_;  // by rank, rank 0 included
   std::shared_ptr<Mapping> mapping_;
   Pipe pipe_;
-  Descriptor listening_;
-  std::vector<Descriptor> strangers_;  // connected, not yet known
+  FdOwner listening_;
+  std::vector<FdOwner> strangers_;  // connected, not yet known
   size_t looked_ = 0;
   std::optional<Clock::time_point> deaf_since_;
   std::string deafness_;
@@ -646,7 +646,7 @@ class Visitor {
       const auto address = await_address();
       const auto session = address.substr(0, kSecretSize);
       const auto token = address.substr(kSecretSize);
-      Descriptor socket;
+      FdOwner socket;
       const auto cannot = connect(session, socket);
       auto joined = cannot ? report(address, session, cannot) : talk(socket, token);
       if (joined) {
@@ -673,8 +673,8 @@ class Visitor {
   }
 
   // Why it is impossible, if it is.
-  Obstacle connect(const std::string& session, Descriptor& socket) {
-    Descriptor made;
+  Obstacle connect(const std::string& session, FdOwner& socket) {
+    FdOwner made;
     if (auto obstacle = attempt([&] { made = open_socket(); })) {
       return obstacle;
     }
@@ -715,7 +715,7 @@ class Visitor {
     throw std::runtime_error("rank 0 did not answer " + deadline_.within());
   }
 
-  std::optional<Joined> talk(const Descriptor& socket, const std::string& token) {
+  std::optional<Joined> talk(const FdOwner& socket, const std::string& token) {
     Pipe pipe;
     const auto cannot = attempt([&] {
       check_able(cannot_);
@@ -749,7 +749,7 @@ class Visitor {
   }
 
   // Takes the memory and the pipes of all peers. Returns why that is impossible, if it is.
-  Obstacle accept(const Descriptor& socket, Message& offer, const Identity& own, Pipe& pipe,
+  Obstacle accept(const FdOwner& socket, Message& offer, const Identity& own, Pipe& pipe,
                   std::unique_ptr<Membership>& membership) {
     const auto table = offer.tail<Offer>();
     auto fds = std::move(offer.descriptors);
@@ -772,9 +772,9 @@ class Visitor {
         throw std::system_error(errno, std::generic_category(), "cannot take the shared memory");
       }
       auto mapping = Mapping::adopt(fd, with_pulses(bytes_, size_));
-      std::vector<Descriptor> ends;
+      std::vector<FdOwner> ends;
       for (int rank = 0, next = 1; rank < size_; ++rank) {
-        ends.push_back(rank == rank_ ? Descriptor() : std::move(fds[next++]));
+        ends.push_back(rank == rank_ ? FdOwner() : std::move(fds[next++]));
       }
       membership = make_membership(std::move(mapping), rank_, peers_of(identities, own),
                                    std::move(pipe.write_end), std::move(ends));

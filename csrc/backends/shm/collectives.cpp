@@ -223,7 +223,7 @@ class Collective {
         table[p] = spans.empty() ? 0 : spans[spans.size() == 1 ? 0 : p].bytes();
       }
     }
-    Descriptor& d = team_.descriptor(me_, seq_);
+    CollectiveHeader& d = team_.header(me_, seq_);
     d.seq = seq_;
     d.verb = static_cast<uint8_t>(verb());
     d.dtype = static_cast<uint8_t>(request_.dtype);
@@ -321,7 +321,7 @@ class Collective {
   bool all_even_ = true;
 };
 
-std::string describe(const Descriptor& d) {
+std::string describe(const CollectiveHeader& d) {
   std::ostringstream out;
   const Verb verb = static_cast<Verb>(d.verb);
   const DType dtype = static_cast<DType>(d.dtype);
@@ -358,12 +358,12 @@ std::optional<Failure> Collective::compare(bool strict) {
     return std::nullopt;
   }
   // Compared as copies: what a peer does to its own later cannot change the verdict.
-  std::vector<Descriptor> all(static_cast<size_t>(n_));
+  std::vector<CollectiveHeader> all(static_cast<size_t>(n_));
   for (int p = 0; p < n_; ++p) {
-    std::memcpy(&all[static_cast<size_t>(p)], &team_.descriptor(p, seq_), sizeof(Descriptor));
+    std::memcpy(&all[static_cast<size_t>(p)], &team_.header(p, seq_), sizeof(CollectiveHeader));
     all_even_ &= all[static_cast<size_t>(p)].even == 1;
   }
-  const auto agree = [&](const Descriptor& a, const Descriptor& b) {
+  const auto agree = [&](const CollectiveHeader& a, const CollectiveHeader& b) {
     return a.seq == b.seq && a.verb == b.verb && a.dtype == b.dtype && a.reduce_op == b.reduce_op &&
            a.root == b.root && (!all_even_ || a.bytes == b.bytes) && a.members == b.members &&
            a.members_sizes == b.members_sizes &&
@@ -385,7 +385,7 @@ std::optional<Failure> Collective::compare(bool strict) {
     return mismatch(text, others);
   }
   if (request_.reduce_op == ReduceOp::PremulSum) {
-    for (const Descriptor& d : all) {
+    for (const CollectiveHeader& d : all) {
       factors_.push_back({d.factor_real, d.factor_imaginary});
     }
   }

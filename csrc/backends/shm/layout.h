@@ -21,7 +21,7 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free &&
 
 // What a rank says about the collective it has entered. Peers copy it and compare the copy with
 // their own before they touch data; nothing in it is ever used as a bound or an index.
-struct Descriptor {
+struct CollectiveHeader {
   uint64_t seq;
   uint8_t verb;
   uint8_t dtype;
@@ -38,7 +38,7 @@ struct Descriptor {
   uint64_t members;
   uint64_t members_sizes;
 };
-static_assert(sizeof(Descriptor) == 64);
+static_assert(sizeof(CollectiveHeader) == 64);
 
 // The words of one rank that others wait for or ring.
 struct Control {
@@ -121,7 +121,7 @@ class Layout {
     tables_ = round_up(sizeof(Control), kApart);
     eager_ = round_up(tables_ + 2 * 2 * size_ * sizeof(uint64_t), kApart);
     eager_bytes_ = arena / 8 < kMaxEager ? arena / 8 / kApart * kApart : kMaxEager;
-    eager_stride_ = round_up(sizeof(Descriptor) + eager_bytes_, kPage) + kApart;
+    eager_stride_ = round_up(sizeof(CollectiveHeader) + eager_bytes_, kPage) + kApart;
     mail_ = round_up(eager_ + 2 * eager_stride_, kPage);
     half_bytes_ = arena / 8 / size_ / Mailbox::kHalves / kApart * kApart;
     half_bytes_ = half_bytes_ < kMinHalf   ? kMinHalf
@@ -144,10 +144,10 @@ class Layout {
     return control(rank) + tables_ +
            ((seq & 1) * 2 + static_cast<size_t>(direction)) * size_ * sizeof(uint64_t);
   }
-  // The descriptor of a collective, followed at once by room for eager_bytes() of data. One for
+  // The header of a collective, followed at once by room for eager_bytes() of data. One for
   // even and one for odd collectives: see Team::eager. Two ranks trade places every time: a rank
   // writes where it has read last, lines of the cache that it has already.
-  size_t descriptor(int rank, uint64_t seq) const {
+  size_t header(int rank, uint64_t seq) const {
     const int place = size_ == 2 ? rank ^ static_cast<int>(seq >> 1 & 1) : rank;
     return control(place) + eager_ + (seq & 1) * eager_stride_;
   }

@@ -105,8 +105,8 @@ class Watcher : public std::enable_shared_from_this<Watcher> {
     }
   }
 
-  void add(const void* owner, const OnLost* on_lost, const std::vector<Descriptor>& ends,
-           Pulse& pulse, const ForkGuard& guard) {
+  void add(const void* owner, const OnLost* on_lost, const std::vector<FdOwner>& ends, Pulse& pulse,
+           const ForkGuard& guard) {
     ++owners_;
     for (size_t rank = 0; rank < ends.size(); ++rank) {
       if (!ends[rank]) {
@@ -228,7 +228,7 @@ class Watcher : public std::enable_shared_from_this<Watcher> {
     return watched;
   }
 
-  Descriptor epoll_, wake_;
+  FdOwner epoll_, wake_;
   pthread_t thread_{};
   std::mutex calling_;  // taken before the process' mutex
   std::unordered_map<uint64_t, Watched> watched_;
@@ -242,8 +242,8 @@ thread_local const Watcher* Watcher::running_here = nullptr;
 
 class Member : public Membership {
  public:
-  Member(std::shared_ptr<Mapping> mapping, int rank, std::vector<Peer> peers, Descriptor own,
-         std::vector<Descriptor> ends)
+  Member(std::shared_ptr<Mapping> mapping, int rank, std::vector<Peer> peers, FdOwner own,
+         std::vector<FdOwner> ends)
       : mapping_(std::move(mapping)),
         rank_(rank),
         peers_(std::move(peers)),
@@ -324,8 +324,8 @@ class Member : public Membership {
   std::shared_ptr<Mapping> mapping_;
   int rank_;
   std::vector<Peer> peers_;
-  Descriptor own_;
-  std::vector<Descriptor> ends_;
+  FdOwner own_;
+  std::vector<FdOwner> ends_;
   uint64_t generation_;
   std::function<void(int rank)> on_lost_;
   std::shared_ptr<Watcher> watcher_;
@@ -340,13 +340,13 @@ uint64_t fork_generation() {
 
 ForkGuard::ForkGuard() : lock_(process().mutex) {}
 
-Descriptor::Descriptor(int fd, const ForkGuard&) : fd_(fd), generation_(fork_generation()) {
+FdOwner::FdOwner(int fd, const ForkGuard&) : fd_(fd), generation_(fork_generation()) {
   if (fd_ >= 0) {
     process().descriptors.push_back(fd_);
   }
 }
 
-Descriptor::~Descriptor() {
+FdOwner::~FdOwner() {
   if (fd_ < 0 || generation_ != fork_generation()) {
     return;
   }
@@ -355,10 +355,10 @@ Descriptor::~Descriptor() {
   close(fd_);
 }
 
-Descriptor::Descriptor(Descriptor&& other) noexcept
+FdOwner::FdOwner(FdOwner&& other) noexcept
     : fd_(std::exchange(other.fd_, -1)), generation_(other.generation_) {}
 
-Descriptor& Descriptor::operator=(Descriptor&& other) noexcept {
+FdOwner& FdOwner::operator=(FdOwner&& other) noexcept {
   std::swap(fd_, other.fd_);
   std::swap(generation_, other.generation_);
   return *this;
@@ -370,7 +370,7 @@ Pipe Pipe::open() {
   if (pipe2(fds, O_CLOEXEC) < 0) {
     fail(errno, "cannot create a pipe");
   }
-  return {Descriptor(fds[0], guard), Descriptor(fds[1], guard)};
+  return {FdOwner(fds[0], guard), FdOwner(fds[1], guard)};
 }
 
 namespace {
@@ -442,8 +442,8 @@ size_t with_pulses(size_t bytes, int size) {
 }
 
 std::unique_ptr<Membership> make_membership(std::shared_ptr<Mapping> mapping, int rank,
-                                            std::vector<Peer> peers, Descriptor own,
-                                            std::vector<Descriptor> ends) {
+                                            std::vector<Peer> peers, FdOwner own,
+                                            std::vector<FdOwner> ends) {
   return std::make_unique<Member>(std::move(mapping), rank, std::move(peers), std::move(own),
                                   std::move(ends));
 }

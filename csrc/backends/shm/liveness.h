@@ -30,14 +30,14 @@ class ForkGuard {
 };
 
 // Owns a descriptor that is closed at once in forked children.
-class Descriptor {
+class FdOwner {
  public:
-  Descriptor() = default;
+  FdOwner() = default;
   // Owns `fd` (-1: nothing), opened under `guard`.
-  Descriptor(int fd, const ForkGuard& guard);
-  ~Descriptor();
-  Descriptor(Descriptor&& other) noexcept;
-  Descriptor& operator=(Descriptor&& other) noexcept;
+  FdOwner(int fd, const ForkGuard& guard);
+  ~FdOwner();
+  FdOwner(FdOwner&& other) noexcept;
+  FdOwner& operator=(FdOwner&& other) noexcept;
 
   int get() const {
     return fd_;
@@ -52,7 +52,7 @@ class Descriptor {
 };
 
 struct Pipe {
-  Descriptor read_end, write_end;
+  FdOwner read_end, write_end;
   static Pipe open();
 };
 
@@ -72,7 +72,7 @@ size_t with_pulses(size_t bytes, int size);
 // `mapping` is of that size. `own` is the write end of this rank's pipe, `ends[p]` the read end of
 // rank p's (this rank's is not used).
 std::unique_ptr<Membership> make_membership(std::shared_ptr<Mapping> mapping, int rank,
-                                            std::vector<Peer> peers, Descriptor own,
-                                            std::vector<Descriptor> ends);
+                                            std::vector<Peer> peers, FdOwner own,
+                                            std::vector<FdOwner> ends);
 
 }  // namespace c10d_ext::shm

@@ -45,14 +45,14 @@ class Team {
   uint64_t* table(int rank, uint64_t seq, int direction) const {
     return reinterpret_cast<uint64_t*>(base_ + layout_.table(rank, seq, direction));
   }
-  Descriptor& descriptor(int rank, uint64_t seq) const {
-    return *reinterpret_cast<Descriptor*>(base_ + layout_.descriptor(rank, seq));
+  CollectiveHeader& header(int rank, uint64_t seq) const {
+    return *reinterpret_cast<CollectiveHeader*>(base_ + layout_.header(rank, seq));
   }
   // Room for small data that may be written before a collective is announced: what lies there was
   // last read in the collective before the last, which everyone has left by then, since this rank
   // has seen all of them enter the last.
   std::byte* eager(int rank, uint64_t seq) const {
-    return base_ + layout_.descriptor(rank, seq) + sizeof(Descriptor);
+    return base_ + layout_.header(rank, seq) + sizeof(CollectiveHeader);
   }
   // Room for everything else: free from the moment that everyone has entered the collective.
   std::byte* bulk(int rank) const {
