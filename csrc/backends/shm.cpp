@@ -29,6 +29,7 @@
 #include "core/future.h"
 #include "core/gil.h"
 #include "core/memory.h"
+#include "core/snapshot.h"
 
 namespace c10d_ext {
 
@@ -324,6 +325,10 @@ class ShmBackend::Flight final : public shm::Operation {
     request.shapes = shm::join_shapes(request.shapes, other->request.shapes);
     passengers_.push_back(other);
   }
+  // For a call that is in flight when it returns, unless a table of works knows of it.
+  void note_writes() {
+    writes_ = WritesInFlight(outputs_);
+  }
   void hold() {
     held_.store(true, std::memory_order_relaxed);
   }
@@ -559,6 +564,7 @@ class ShmBackend::Flight final : public shm::Operation {
     fills_.clear();
     overlaps_.clear();
     kept_.clear();
+    writes_.clear();
     if (state_.exchange(kSettled, std::memory_order_acq_rel) == kAwaited) {
       std::function<void(std::exception_ptr)> listener;
       FuturePtr future;
@@ -605,6 +611,7 @@ class ShmBackend::Flight final : public shm::Operation {
   // What is read, until it is settled; what is written, for as long as somebody may ask.
   c10::SmallVector<at::Tensor, 2> kept_;
   c10::SmallVector<at::Tensor, 2> outputs_;
+  WritesInFlight writes_;
   std::vector<Copy> fills_;        // when it begins
   std::vector<Overlap> overlaps_;  // the same, of what shares memory with what is written
   std::vector<Copy> landings_;     // when all is there
@@ -993,11 +1000,15 @@ ShmBackend::WorkPtr ShmBackend::launch(const Call& call, FlightPtr flight) {
   if (C10_UNLIKELY(batching_.load(std::memory_order_relaxed)) && call.delivery != Delivery::Op) {
     std::lock_guard lock(batch_mutex_);
     flight->hold();
+    flight->note_writes();
     flight->request.async = true;
     batch_.push_back(flight);
     return call.delivery == Delivery::Sync
                ? nullptr
                : c10::make_intrusive<ShmWork>(live_, std::move(flight), rank_, call.type);
+  }
+  if (call.delivery == Delivery::Async) {
+    flight->note_writes();
   }
   live_->engine().submit(flight);
   switch (call.delivery) {

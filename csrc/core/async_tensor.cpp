@@ -25,6 +25,8 @@
 #include "core/autograd.h"
 #include "core/calls.h"
 #include "core/eager.h"
+#include "core/entry.h"
+#include "core/failure.h"
 #include "core/memory.h"
 #include "core/pending.h"
 
@@ -290,10 +292,22 @@ bool all_tensors(const Stack& stack, size_t count, Visit&& visit) {
   return true;
 }
 
+// The wait of an op that torch's own bindings called. Of the classes in torch_c10d_ext.errors they
+// know nothing, so these are Python's errors already here.
+void wait_in_op(AsyncTensorImpl& impl) {
+  try {
+    impl.wait();
+  } catch (const CollectiveError&) {
+    const pybind11::gil_scoped_acquire gil;
+    entry::raise(std::current_exception());
+    throw pybind11::error_already_set();
+  }
+}
+
 c10::IValue finished(const c10::IValue& value) {
   if (value.isTensor()) {
     if (auto* impl = value.toTensor().defined() ? impl_of(value.toTensor()) : nullptr) {
-      impl->wait();
+      wait_in_op(*impl);
       return recordable(value.toTensor(), *impl);
     }
     return value;

@@ -22,6 +22,7 @@
 
 #include "core/at_once.h"
 #include "core/eager.h"
+#include "core/snapshot.h"
 
 // A shorter way into the ops from eager Python than torch.ops: same arguments, same dispatcher
 // call, so that modes, autograd and transforms see it. torch.ops looks up overloads, asks for
@@ -108,7 +109,16 @@ PyObject* enter(const c10::TypedOperatorHandle<Return(Parameters...)>& handle, E
     return deliver ? delivered(returned) : returned;
   }
   std::optional<std::decay_t<Return>> result;
-  if (!run([&] { result = handle.call(std::get<I>(kept)...); })) {
+  const auto call_handle = [&] { result = handle.call(std::get<I>(kept)...); };
+  const bool done = run([&] {
+    if constexpr (deliver) {
+      const FunctionalCall functional;
+      call_handle();
+    } else {
+      call_handle();
+    }
+  });
+  if (!done) {
     return nullptr;
   }
   return deliver ? wrap_delivered(*result) : wrap(*result);

@@ -20,6 +20,7 @@
 #include "core/memory.h"
 #include "core/messages.h"
 #include "core/pending.h"
+#include "core/snapshot.h"
 
 // torch 2.13 renamed _allgather_base, alltoall_base and their kin; 2.11 has the old names alone.
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
@@ -63,19 +64,53 @@ bool is_alone(const Group& group) {
   return true;
 }
 
-// Of what shm_of() started; null: complete already.
-void attach_started(std::string_view op, const Group& group, at::TensorList outs,
-                    const WorkPtr& work) {
-  if (work) {
-    attach(op, group, outs, work, Finish(), &ShmBackend::when_settled);
-  } else {
-    note_over(outs.front(), ShmBackend::last_settled());
+// Whether shared memory's engine reads `source` at the address it has now, or it is written, too.
+bool is_read_in_place(const at::Tensor& source, const at::Tensor& out) {
+  return source.is_same(out) || (is_dense(source) && can_share(source)) ||
+         source.storage().is_alias_of(out.storage());
+}
+
+// Starts on shared memory and attaches the work, if it is not complete already. `start` is given
+// the sources as it may read them until the end.
+template <class Start>
+void run_on_shm(std::string_view op, const Group& group, at::TensorList sources,
+                at::TensorList outs, Start&& start) {
+  Tensors snapshots;
+  for (size_t i = 0; i < sources.size(); ++i) {
+    if (C10_UNLIKELY(!is_read_in_place(sources[i], outs[i]))) {
+      if (snapshots.empty()) {
+        snapshots = sources.vec();
+      }
+      snapshots[i] = snapshot_of(sources[i]);
+    }
   }
+  const WorkPtr work = start(snapshots.empty() ? sources : at::TensorList(snapshots));
+  if (!work) {
+    note_over(outs.front(), ShmBackend::last_settled());
+    return;
+  }
+  // What the engine reads by address is kept from now on: nobody else has run since.
+  std::vector<c10::intrusive_ptr<c10::StorageImpl>> kept;
+  for (size_t i = 0; i < sources.size(); ++i) {
+    const bool is_own = !snapshots.empty() && !snapshots[i].is_same(sources[i]);
+    if (!is_own && !sources[i].storage().is_alias_of(outs[i].storage())) {
+      kept.push_back(keep_values(sources[i]));
+    }
+  }
+  Finish finish;
+  if (!kept.empty()) {
+    finish = [kept = std::move(kept)] {};
+  }
+  attach(op, group, outs, work, std::move(finish), &ShmBackend::when_settled);
 }
 
 struct Held {
   at::Tensor source;
   at::Tensor out;
+};
+struct HeldLists {
+  Tensors sources;
+  Tensors outs;
 };
 
 // How one call reaches the backend that serves a device in a group.
@@ -97,26 +132,40 @@ class Channel : public Carrier {
     }
   }
 
-  // A tensor as run() may keep it.
-  at::Tensor hold(const at::Tensor& t) {
+  // Tensors as run() may keep them: what is written,
+  at::Tensor hold(const at::Tensor& out) {
     if (!called_) {
-      return t;
+      return out;
     }
-    bytes_ += t.nbytes();
-    return alias_of(t);
+    bytes_ += out.nbytes();
+    return alias_of(out);
   }
-  Tensors hold(at::TensorList tensors) {
-    Tensors held;
-    held.reserve(tensors.size());
-    for (const auto& t : tensors) {
-      held.push_back(hold(t));
+  // and what is read, which stays as it is now whatever its owner writes. One tensor stays one.
+  // `is_copied`: the verb copies the source, on a device in the order of the caller's stream.
+  Held hold(const at::Tensor& source, const at::Tensor& out, bool is_copied = false) {
+    const at::Tensor held = hold(out);
+    if (source.is_same(out)) {
+      return {held, held};
+    }
+    // The verbs of c10d, by a Claim, keep to the caller's memory, as all backends do.
+    if (Claim::here() != nullptr || source.storage().is_alias_of(out.storage())) {
+      return {hold(source), held};
+    }
+    bytes_ += called_ ? source.nbytes() : 0;
+    if (!source.is_cpu()) {
+      return {FunctionalCall::is_on() && !is_copied ? clone_of(source) : source, held};
+    }
+    const at::Tensor snapshot = snapshot_of(source);
+    return {snapshot.is_same(source) && called_ ? alias_of(source) : snapshot, held};
+  }
+  HeldLists hold(at::TensorList sources, at::TensorList outs, bool is_copied = false) {
+    HeldLists held;
+    for (size_t i = 0; i < outs.size(); ++i) {
+      auto [source, out] = hold(sources[i], outs[i], is_copied);
+      held.sources.push_back(std::move(source));
+      held.outs.push_back(std::move(out));
     }
     return held;
-  }
-  // One tensor stays one.
-  Held hold(const at::Tensor& source, const at::Tensor& out) {
-    const at::Tensor held = hold(out);
-    return {source.is_same(out) ? held : hold(source), held};
   }
 
   // Starts what `begin`, given the carrier, does, and attaches it to `outs`. Where the ranks have
@@ -201,13 +250,15 @@ void start_all_reduce(std::string_view op, const Group& group, const at::Tensor&
     return;
   }
   if (auto* shm = shm_of(group, out)) {
-    attach_started(op, group, out, shm->start_all_reduce(op, source, out, reduction));
+    run_on_shm(op, group, source, out, [&](at::TensorList sources) {
+      return shm->start_all_reduce(op, sources, out, reduction);
+    });
     return;
   }
   Channel channel(op, group, out);
   channel.say(
       [&] { return called(Verb::AllReduce, out, out.numel()).reduced_by(name_of(reduction.op)); });
-  const Held held = channel.hold(source, out);
+  const Held held = channel.hold(source, out, /*is_copied=*/true);
   channel.run(out, [=](const Carrier& carrier) {
     return carried::all_reduce(carrier, held.source, held.out, reduction);
   });
@@ -225,7 +276,8 @@ void start_all_reduce_coalesced(std::string_view op, const Group& group, at::Ten
     return;
   }
   if (auto* shm = shm_of(group, outs.front())) {
-    attach_started(op, group, outs, shm->start_all_reduce(op, sources, outs, reduction));
+    run_on_shm(op, group, sources, outs,
+               [&](at::TensorList ins) { return shm->start_all_reduce(op, ins, outs, reduction); });
     return;
   }
   Channel channel(op, group, outs.front());
@@ -234,10 +286,9 @@ void start_all_reduce_coalesced(std::string_view op, const Group& group, at::Ten
         .of_members(counts_of(outs))
         .reduced_by(name_of(reduction.op));
   });
-  const Tensors ins = channel.hold(sources);
-  const Tensors results = channel.hold(outs);
+  const HeldLists held = channel.hold(sources, outs, /*is_copied=*/true);
   channel.run(outs, [=](const Carrier& carrier) {
-    return carried::all_reduce_coalesced(carrier, ins, results, reduction);
+    return carried::all_reduce_coalesced(carrier, held.sources, held.outs, reduction);
   });
 }
 
@@ -251,14 +302,16 @@ void start_reduce(std::string_view op, const Group& group, const at::Tensor& sou
     return;
   }
   if (auto* shm = shm_of(group, out)) {
-    attach_started(op, group, out, shm->start_reduce(op, source, out, reduction, dst));
+    run_on_shm(op, group, source, out, [&](at::TensorList sources) {
+      return shm->start_reduce(op, sources[0], out, reduction, dst);
+    });
     return;
   }
   Channel channel(op, group, out);
   channel.say([&] {
     return called(Verb::Reduce, out, out.numel()).reduced_by(name_of(reduction.op)).rooted_at(dst);
   });
-  const Held held = channel.hold(source, out);
+  const Held held = channel.hold(source, out, /*is_copied=*/true);
   channel.run(out, [=](const Carrier& carrier) {
     return carried::reduce(carrier, held.source, held.out, reduction, dst);
   });
@@ -274,7 +327,8 @@ void start_all_gather(std::string_view op, const Group& group, const at::Tensor&
     return;
   }
   if (auto* shm = shm_of(group, out)) {
-    attach_started(op, group, out, shm->start_all_gather(op, source, out));
+    run_on_shm(op, group, source, out,
+               [&](at::TensorList sources) { return shm->start_all_gather(op, sources, out); });
     return;
   }
   Channel channel(op, group, out);
@@ -300,15 +354,15 @@ void start_all_gather_coalesced(std::string_view op, const Group& group, at::Ten
     return;
   }
   if (auto* shm = shm_of(group, outs.front())) {
-    attach_started(op, group, outs, shm->start_all_gather(op, sources, outs));
+    run_on_shm(op, group, sources, outs,
+               [&](at::TensorList ins) { return shm->start_all_gather(op, ins, outs); });
     return;
   }
   Channel channel(op, group, outs.front());
   channel.say([&] { return called(Verb::AllGather, sources).of_members(counts_of(sources)); });
-  const Tensors ins = channel.hold(sources);
-  const Tensors results = channel.hold(outs);
+  const HeldLists held = channel.hold(sources, outs);
   channel.run(outs, [=](const Carrier& carrier) {
-    return carried::all_gather_coalesced(carrier, ins, results);
+    return carried::all_gather_coalesced(carrier, held.sources, held.outs);
   });
 }
 
@@ -322,10 +376,10 @@ void start_all_gather_uneven(std::string_view op, const Group& group, const at::
     return;
   }
   if (auto* shm = shm_of(group, out)) {
-    attach_started(
-        op, group, out,
-        shm->start_all_gather_uneven(op, source, out,
-                                     elements_of(sizes, out.numel() / c10::sum_integers(sizes))));
+    run_on_shm(op, group, source, out, [&](at::TensorList sources) {
+      return shm->start_all_gather_uneven(
+          op, sources[0], out, elements_of(sizes, out.numel() / c10::sum_integers(sizes)));
+    });
     return;
   }
   Channel channel(op, group, out);
@@ -349,7 +403,9 @@ void start_reduce_scatter(std::string_view op, const Group& group, const at::Ten
     return;
   }
   if (auto* shm = shm_of(group, out)) {
-    attach_started(op, group, out, shm->start_reduce_scatter(op, source, out, reduction));
+    run_on_shm(op, group, source, out, [&](at::TensorList sources) {
+      return shm->start_reduce_scatter(op, sources, out, reduction);
+    });
     return;
   }
   Channel channel(op, group, out);
@@ -376,7 +432,9 @@ void start_reduce_scatter_coalesced(std::string_view op, const Group& group, at:
     return;
   }
   if (auto* shm = shm_of(group, outs.front())) {
-    attach_started(op, group, outs, shm->start_reduce_scatter(op, sources, outs, reduction));
+    run_on_shm(op, group, sources, outs, [&](at::TensorList ins) {
+      return shm->start_reduce_scatter(op, ins, outs, reduction);
+    });
     return;
   }
   Channel channel(op, group, outs.front());
@@ -385,10 +443,9 @@ void start_reduce_scatter_coalesced(std::string_view op, const Group& group, at:
         .of_members(counts_of(outs))
         .reduced_by(name_of(reduction.op));
   });
-  const Tensors ins = channel.hold(sources);
-  const Tensors results = channel.hold(outs);
+  const HeldLists held = channel.hold(sources, outs);
   channel.run(outs, [=](const Carrier& carrier) {
-    return carried::reduce_scatter_coalesced(carrier, ins, results, reduction);
+    return carried::reduce_scatter_coalesced(carrier, held.sources, held.outs, reduction);
   });
 }
 
@@ -404,8 +461,9 @@ void start_reduce_scatter_uneven(std::string_view op, const Group& group, const 
   }
   const auto elements = elements_of(sizes, source.numel() / c10::sum_integers(sizes));
   if (auto* shm = shm_of(group, out)) {
-    attach_started(op, group, out,
-                   shm->start_reduce_scatter_uneven(op, source, out, reduction, elements));
+    run_on_shm(op, group, source, out, [&](at::TensorList sources) {
+      return shm->start_reduce_scatter_uneven(op, sources[0], out, reduction, elements);
+    });
     return;
   }
   Channel channel(op, group, out);
@@ -439,9 +497,10 @@ void start_all_to_all(std::string_view op, const Group& group, const at::Tensor&
   }
   const auto row = width / static_cast<int64_t>(source.element_size());
   if (auto* shm = shm_of(group, out)) {
-    attach_started(op, group, out,
-                   shm->start_all_to_all(op, source, out, elements_of(input_splits, row),
-                                         elements_of(output_splits, row)));
+    run_on_shm(op, group, source, out, [&](at::TensorList sources) {
+      return shm->start_all_to_all(op, sources[0], out, elements_of(input_splits, row),
+                                   elements_of(output_splits, row));
+    });
     return;
   }
   Channel channel(op, group, out);
@@ -474,12 +533,13 @@ void start_broadcast(std::string_view op, const Group& group, const at::Tensor& 
     return;
   }
   if (auto* shm = shm_of(group, out)) {
-    attach_started(op, group, out, shm->start_broadcast(op, source, out, src));
+    run_on_shm(op, group, source, out,
+               [&](at::TensorList sources) { return shm->start_broadcast(op, sources, out, src); });
     return;
   }
   Channel channel(op, group, out);
   channel.say([&] { return called(Verb::Broadcast, out, out.numel()).rooted_at(src); });
-  const Held held = channel.hold(source, out);
+  const Held held = channel.hold(source, out, /*is_copied=*/true);
   channel.run(out, [=](const Carrier& carrier) {
     return carried::broadcast(carrier, held.source, held.out, src);
   });
@@ -499,16 +559,16 @@ void start_broadcast_coalesced(std::string_view op, const Group& group, at::Tens
     return;
   }
   if (auto* shm = shm_of(group, outs.front())) {
-    attach_started(op, group, outs, shm->start_broadcast(op, sources, outs, src));
+    run_on_shm(op, group, sources, outs,
+               [&](at::TensorList ins) { return shm->start_broadcast(op, ins, outs, src); });
     return;
   }
   Channel channel(op, group, outs.front());
   channel.say(
       [&] { return called(Verb::Broadcast, outs).of_members(counts_of(outs)).rooted_at(src); });
-  const Tensors ins = channel.hold(sources);
-  const Tensors results = channel.hold(outs);
+  const HeldLists held = channel.hold(sources, outs, /*is_copied=*/true);
   channel.run(outs, [=](const Carrier& carrier) {
-    return carried::broadcast_coalesced(carrier, ins, results, src);
+    return carried::broadcast_coalesced(carrier, held.sources, held.outs, src);
   });
 }
 
@@ -522,7 +582,8 @@ void start_gather(std::string_view op, const Group& group, const at::Tensor& sou
     return;
   }
   if (auto* shm = shm_of(group, source)) {
-    attach_started(op, group, out, shm->start_gather(op, source, out, dst));
+    run_on_shm(op, group, source, out,
+               [&](at::TensorList sources) { return shm->start_gather(op, sources[0], out, dst); });
     return;
   }
   Channel channel(op, group, source);
@@ -546,7 +607,9 @@ void start_scatter(std::string_view op, const Group& group, const at::Tensor& so
     return;
   }
   if (auto* shm = shm_of(group, out)) {
-    attach_started(op, group, out, shm->start_scatter(op, source, out, src));
+    run_on_shm(op, group, source, out, [&](at::TensorList sources) {
+      return shm->start_scatter(op, sources[0], out, src);
+    });
     return;
   }
   Channel channel(op, group, out);
@@ -570,7 +633,7 @@ void start_barrier(std::string_view op, const Group& group, const at::Tensor& so
     return;
   }
   if (auto* shm = shm_of(group, out)) {
-    attach_started(op, group, out, shm->start_barrier(op));
+    run_on_shm(op, group, {}, out, [&](at::TensorList) { return shm->start_barrier(op); });
     return;
   }
   Channel channel(op, group, out);

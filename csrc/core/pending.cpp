@@ -27,6 +27,7 @@
 #include "core/future.h"
 #include "core/gil.h"
 #include "core/memory.h"
+#include "core/snapshot.h"
 
 namespace c10d_ext {
 
@@ -43,6 +44,7 @@ class Registry {
   void remove(const c10::StorageImpl* storage, const PendingWork* work);
   std::vector<PendingWorkPtr> find(const c10::StorageImpl* storage) const;
   bool contains(const c10::StorageImpl* storage) const;
+  bool is_writing(const c10::StorageImpl* storage) const;
   size_t size() const;
 
   // Never destroyed: backend threads may still complete works while the process exits.
@@ -126,6 +128,11 @@ class PendingWork : public c10d::Work {
     if (is_message() && inner_ != nullptr) {
       --messages_in_flight;
     }
+  }
+
+  // In no table: says itself what it writes. Called before anyone else knows of it.
+  void write(const std::vector<at::Tensor>& tensors) {
+    writes_ = WritesInFlight(tensors);
   }
 
   // Times it itself, for a backend that does not. Called before anyone else knows of it.
@@ -396,6 +403,7 @@ class PendingWork : public c10d::Work {
     {
       std::lock_guard<std::mutex> state(mutex_);
       inner.swap(inner_);
+      writes_.clear();
       error_ = error ? described(error) : nullptr;
       if (timed_ && !error_) {
         milliseconds_ = inner->getDuration();
@@ -486,6 +494,7 @@ class PendingWork : public c10d::Work {
   // Guarded by mutex_: outputs_, inner_ (null once done), error_, reported_, handed_out_, future_.
   mutable std::mutex mutex_;
   std::vector<at::Tensor> outputs_;
+  WritesInFlight writes_;
   c10::intrusive_ptr<c10d::Work> inner_;
   std::exception_ptr error_;
   bool reported_ = false;
@@ -541,6 +550,13 @@ std::vector<PendingWorkPtr> Registry::find(const c10::StorageImpl* storage) cons
 bool Registry::contains(const c10::StorageImpl* storage) const {
   std::lock_guard<std::mutex> lock(mutex_);
   return works_.find(storage) != works_.end();
+}
+
+bool Registry::is_writing(const c10::StorageImpl* storage) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto entry = works_.find(storage);
+  return entry != works_.end() && std::any_of(entry->second.begin(), entry->second.end(),
+                                              [](const auto& work) { return !work->is_done(); });
 }
 
 size_t Registry::size() const {
@@ -779,6 +795,7 @@ void Claim::attach(std::string_view op, const Group& group,
                    const c10::intrusive_ptr<c10d::Work>& work, Subscribe subscribe) {
   auto pending = c10::make_intrusive<PendingWork>(op, group, outputs_, work, Finish(), subscribe);
   pending->time_as(type_, begun_);
+  pending->write(outputs_);
   pending->complete_by_itself();
   work_ = std::move(pending);
 }
@@ -824,6 +841,10 @@ bool is_pending(const at::Tensor& t) {
     c10d::wait_tensor(t);  // does not block: the work, if there was one, is complete
   }
   return false;
+}
+
+bool is_being_written(const at::Tensor& t) {
+  return Registry::get().is_writing(storage_of(t));
 }
 
 void sweep() {

@@ -139,6 +139,8 @@ void sweep();
 
 // Whether a collective of ours still writes `t`'s storage. If not, no trace of one is left.
 bool is_pending(const at::Tensor& t);
+// The same, without a look at what failed, or at the works of torch's table.
+bool is_being_written(const at::Tensor& t);
 
 // The newest work that writes `t`'s storage, or null.
 c10::intrusive_ptr<c10d::Work> work_of(const at::Tensor& t);

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import functools
 import itertools
 import time
 from collections.abc import Iterator
@@ -26,10 +27,10 @@ _numbers = itertools.count()
 class Gate:
     """What holds the other ranks back."""
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, key: str, store: dist.Store | None = None) -> None:
         self._key = key
         self._opened = False
-        self._store = dist.distributed_c10d._get_default_store()
+        self._store = store or dist.distributed_c10d._get_default_store()
 
     def open(self) -> None:
         """Let the other ranks go on (on rank 0; elsewhere nothing)."""
@@ -57,13 +58,27 @@ def single_rank_shortcut(enabled: bool) -> Iterator[None]:
         torch_c10d_ext._C.set_single_rank_shortcut(True)
 
 
+@functools.cache
+def quick_store() -> dist.Store:
+    """A store that answers at once, for tests with hundreds of gates: a file is asked every 10 ms.
+
+    All ranks must call this.
+    """
+    slow, key = dist.distributed_c10d._get_default_store(), "tests/quick store"
+    if dist.get_rank() == 0:
+        made = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        slow.set(key, str(made.port))
+        return made
+    return dist.TCPStore("127.0.0.1", int(slow.get(key)), is_master=False, timeout=_DEADLINE)
+
+
 @contextlib.contextmanager
-def in_flight() -> Iterator[Gate]:
+def in_flight(store: dist.Store | None = None) -> Iterator[Gate]:
     """Within the block, what rank 0 starts completes only after `open`; others enter after it.
 
     Rank 0 must open the gate before it blocks on a result.
     """
-    gate = Gate(f"tests/gate/{next(_numbers)}")
+    gate = Gate(f"tests/gate/{next(_numbers)}", store)
     gate.wait()
     jam = [dist.all_reduce(torch.zeros(1), async_op=True) for _ in range(_GLOO_THREADS)]
     try:

@@ -1,0 +1,116 @@
+#include "core/snapshot.h"
+
+#include <c10/core/impl/COW.h>
+
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+
+#include "core/memory.h"
+#include "core/pending.h"
+
+namespace c10d_ext {
+
+namespace {
+
+struct Written {
+  std::mutex mutex;
+  std::unordered_map<const c10::StorageImpl*, int> counts;
+};
+
+Written& written() {
+  // Never destroyed: backend threads may still end works while the process exits.
+  static Written* instance = new Written;
+  return *instance;
+}
+
+// Whether a collective in flight writes it. To share such memory would part it: who writes it next
+// through a tensor would get a copy without what is still to come.
+bool is_written(const at::Tensor& t) {
+  if (is_being_written(t)) {
+    return true;
+  }
+  std::lock_guard<std::mutex> lock(written().mutex);
+  return !written().counts.empty() &&
+         written().counts.count(t.storage().unsafeGetStorageImpl()) != 0;
+}
+
+bool is_plain_cpu(const at::Tensor& t) {
+  return t.is_cpu() && t.has_storage() && t.numel() != 0 &&
+         !t.key_set().has_any(c10::python_ks | c10::functorch_transforms_ks);
+}
+
+c10::intrusive_ptr<c10::StorageImpl> shared_with(const at::Tensor& source) {
+  return c10::impl::cow::lazy_clone_storage(*source.storage().unsafeGetStorageImpl());
+}
+
+// The clone itself copies as soon as somebody asks it for a pointer to write through, as backends
+// do that only read. This asks nothing of it again.
+c10::Storage readable(c10::intrusive_ptr<c10::StorageImpl> clone) {
+  const void* data = clone->data();
+  const size_t bytes = clone->nbytes();
+  const c10::Device device = clone->device();
+  auto* owner = clone.release();
+  return c10::Storage(
+      c10::Storage::use_byte_size_t(), bytes,
+      c10::DataPtr(
+          const_cast<void*>(data), owner,
+          [](void* held) {
+            c10::intrusive_ptr<c10::StorageImpl>::reclaim(static_cast<c10::StorageImpl*>(held));
+          },
+          device),
+      /*allocator=*/nullptr, /*resizable=*/false);
+}
+
+}  // namespace
+
+bool can_share(const at::Tensor& source) {
+  const auto& storage = *source.storage().unsafeGetStorageImpl();
+  // Tensor.numpy() takes a storage's leave to resize.
+  return storage.resizable() && (c10::impl::cow::has_simple_data_ptr(storage) ||
+                                 c10::impl::cow::is_cow_data_ptr(storage.data_ptr()));
+}
+
+at::Tensor snapshot_of(const at::Tensor& source) {
+  if (!is_plain_cpu(source) || is_written(source)) {
+    return source;
+  }
+  if (!can_share(source)) {
+    return clone_of(source);
+  }
+  auto clone = shared_with(source);
+  if (clone == nullptr) {
+    return clone_of(source);
+  }
+  at::Tensor snapshot = alias_of(source);
+  snapshot.unsafeGetTensorImpl()->set_storage_keep_dtype(readable(std::move(clone)));
+  return snapshot;
+}
+
+c10::intrusive_ptr<c10::StorageImpl> keep_values(const at::Tensor& source) {
+  return is_plain_cpu(source) && !is_written(source) ? shared_with(source) : nullptr;
+}
+
+void WritesInFlight::add(const at::Tensor& t) {
+  if (!t.defined() || !t.has_storage()) {
+    return;
+  }
+  storages_.push_back(t.storage().unsafeGetStorageImpl());
+  std::lock_guard<std::mutex> lock(written().mutex);
+  ++written().counts[storages_.back()];
+}
+
+void WritesInFlight::clear() {
+  if (storages_.empty()) {
+    return;
+  }
+  std::lock_guard<std::mutex> lock(written().mutex);
+  for (const auto* storage : std::exchange(storages_, {})) {
+    const auto found = written().counts.find(storage);
+    if (found != written().counts.end() && --found->second == 0) {
+      written().counts.erase(found);
+    }
+  }
+}
+
+}  // namespace c10d_ext
