@@ -40,7 +40,7 @@ def prepare(collective: str, dtype: str, size: int, ways: list[str]) -> dict[str
         except Exception as error:
             errors[way] = f"{type(error).__name__}: {error}"
             continue
-        checked = want is not None and way != "limit"
+        checked = want is not None and not way.startswith("limit")
         if checked and not torch.equal(got if result is None else result, want):
             errors[way] = "wrong result"
             continue
@@ -58,6 +58,10 @@ def _call(collective: str, way: str, x: Tensor) -> tuple[Callable[[], Any], Tens
     if way == "limit":
         # What an in-place all_reduce cannot do without: every rank's bytes read and written once.
         return x.neg_, x
+    if way == "limit, out":
+        # The same of one with another tensor for its result.
+        other = torch.ones_like(x)
+        return lambda: torch.neg(x, out=other), other
     if collective == "all_reduce":
         return {
             "dist": lambda: dist.all_reduce(x),
@@ -243,11 +247,31 @@ def growth(calls: int) -> dict[str, int]:
     return {what: after[what] - before[what] for what in before}
 
 
-def _footprint() -> dict[str, int]:
+def growth_of_dropped(rounds: int, count: int, size: int) -> dict[str, int]:
+    """What is resident beyond before, after so many results that nobody waits for or keeps."""
+    ops, group = torch.ops.c10d_ext, dist.group.WORLD
+    assert group is not None
+    x = torch.zeros(size // 4)
+    ops.wait_tensor(ops.all_reduce(torch.zeros(2), "sum", group.group_name))
+    time.sleep(2)  # until nothing is kept of what came before
+    before = _resident()
+    for _ in range(rounds):
+        results = [ops.all_reduce(x, "sum", group.group_name) for _ in range(count)]
+        del results
+        dist.barrier()
+    at_once = _resident()
+    time.sleep(2)
+    return {"at once": at_once - before, "after 2 s": _resident() - before}
+
+
+def _resident() -> int:
     with open("/proc/self/statm") as file:
-        resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _footprint() -> dict[str, int]:
     return {
-        "resident": resident,
+        "resident": _resident(),
         "shared": shared_memory(),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),

@@ -12,11 +12,12 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -38,8 +39,12 @@ class Ranks:
     With the ``fake`` backend one process stands for all of them.
     """
 
-    def __init__(self, backend: str, size: int, device: str = "cpu") -> None:
+    def __init__(
+        self, backend: str, size: int, device: str = "cpu", package: str | None = None
+    ) -> None:
+        """``package``: the directory of another torch_c10d_ext than this one's."""
         self.backend, self.size, self.device = backend, size, device
+        self._package = package
         self._scratch = Path(tempfile.mkdtemp(prefix="torch_c10d_ext-bench-"))
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
@@ -48,7 +53,7 @@ class Ranks:
     def __enter__(self) -> Ranks:  # noqa: PYI034
         context = multiprocessing.get_context("spawn")
         try:
-            with _environment(self._scratch):
+            with _environment(self._scratch), _first_on_path(self._package):
                 for rank in range(1 if self.backend == "fake" else self.size):
                     ours, theirs = context.Pipe()
                     self._connections.append(ours)
@@ -271,6 +276,19 @@ def _environment(scratch: Path) -> Any:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _first_on_path(directory: str | None) -> Iterator[None]:
+    """Where processes that are spawned look for modules first."""
+    if directory is None:
+        yield
+        return
+    sys.path.insert(0, directory)
+    try:
+        yield
+    finally:
+        sys.path.remove(directory)
 
 
 def _serve(

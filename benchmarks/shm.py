@@ -26,7 +26,8 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
 
 from benchmarks import _endings, _exchange, _mpi  # noqa: E402
 from benchmarks._measure import Median, ratio  # noqa: E402

@@ -22,6 +22,7 @@
 #include "core/messages.h"
 #include "core/older_vmap.h"
 #include "core/pending.h"
+#include "core/result_memory.h"
 #include "lazy/lazy.h"
 
 namespace c10d_ext {
@@ -249,6 +250,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("add_batch", &add_batch);
   m.def("sweep", &sweep, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("pending_count", &pending_count);
+  m.def("idle_result_bytes", &idle_result_bytes);
+  m.def("release_idle_results", &release_idle_results,
+        pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("group_size",
         [](const std::string& name) { return resolve_group("group_size", name).size(); });
   m.def("where",

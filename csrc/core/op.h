@@ -3,7 +3,6 @@
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <string_view>
@@ -17,6 +16,7 @@
 #include "core/group.h"
 #include "core/memory.h"
 #include "core/reduction.h"
+#include "core/result_memory.h"
 
 // What every csrc/ops/<collective>.cpp is written with. One kernel serves CPU, CUDA and Meta: it
 // checks, allocates and starts, and starting does nothing on meta tensors. So a fake tensor meets
@@ -102,10 +102,7 @@ inline void check_list(string_view op, const Group& group, at::TensorList inputs
 }
 
 inline at::Tensor empty_of(c10::SymIntArrayRef sizes, const at::Tensor& like) {
-  at::Tensor fresh =
-      at::empty_symint(sizes, like.options().memory_format(at::MemoryFormat::Contiguous));
-  prefer_huge_pages(fresh);
-  return fresh;
+  return empty_result(sizes, like);
 }
 
 inline at::Tensor empty_of_shape(const at::Tensor& like) {

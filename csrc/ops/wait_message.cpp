@@ -1,5 +1,6 @@
 // wait_message: the end of a message.
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 
 #include "core/messages.h"

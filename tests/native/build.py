@@ -16,8 +16,8 @@ HEADERS = ROOT / "csrc"
 # By their names: everything that needs no torch.
 SOURCES = {
     path.stem: path
-    for folder in ("shm", "agreement")
-    for path in sorted((HEADERS / "backends" / folder).glob("*.cpp"))
+    for pattern in ("backends/shm/*.cpp", "backends/agreement/*.cpp", "core/block_cache.cpp")
+    for path in sorted(HEADERS.glob(pattern))
 }
 PROGRAMS = Path(__file__).resolve().parent
 
@@ -37,7 +37,9 @@ SANITIZERS = {
 _OPTIONS = {
     "ASAN_OPTIONS": "exitcode=99:detect_stack_use_after_return=1",
     "UBSAN_OPTIONS": "print_stacktrace=1",
-    "TSAN_OPTIONS": f"exitcode=99:second_deadlock_stack=1:suppressions={PROGRAMS / 'tsan.supp'}",
+    # A forked child may start threads.
+    "TSAN_OPTIONS": "exitcode=99:second_deadlock_stack=1:die_after_fork=0:"
+    f"suppressions={PROGRAMS / 'tsan.supp'}",
 }
 
 _COMPILE_DEADLINE = 300.0
