@@ -16,6 +16,7 @@
 #include <limits>
 
 #include "core/calls.h"
+#include "core/left_alone.h"
 #include "core/older_vmap.h"
 
 namespace c10d_ext {
@@ -277,8 +278,8 @@ at::Tensor differentiable(const at::Tensor& input, c10::function_ref<at::Tensor(
   return differentiable(at::TensorList(input), as_list, derivative).front();
 }
 
-void differentiable_in_place(std::string_view op, at::TensorList inputs,
-                             c10::function_ref<void()> forward, c10::function_ref<Tensors()> values,
+void differentiable_in_place(std::string_view op, std::string_view group_name,
+                             at::TensorList inputs, c10::function_ref<void()> forward, c10::function_ref<Tensors()> values,
                              const std::function<Derivative()>& derivative) {
   const bool needs_grad = any_requires_grad(inputs);
   if (needs_grad) {
@@ -324,6 +325,9 @@ void differentiable_in_place(std::string_view op, at::TensorList inputs,
   for (const auto& input : inputs) {
     torch::autograd::impl::bump_version(input);
   }
+  for (const auto& input : inputs) {
+    leave_alone(op, group_name, input);
+  }
   for (auto& [tensors, edges] : written) {
     auto node = make_node(derivative());
     node->set_next_edges(std::move(edges));
@@ -353,7 +357,7 @@ Tensors replaced(at::TensorList inputs, const Tensors& values) {
   return inputs.vec();
 }
 
-void forward_out(std::string_view op, at::TensorList tensors, const at::Tensor& out,
+void forward_out(std::string_view op, std::string_view group_name, at::TensorList tensors, const at::Tensor& out,
                  c10::function_ref<void()> forward) {
   TORCH_CHECK(!any_requires_grad(tensors) && !any_requires_grad(out), op,
               ": out= does not differentiate, got a tensor that requires grad; use the functional "
@@ -363,6 +367,7 @@ void forward_out(std::string_view op, at::TensorList tensors, const at::Tensor& 
     forward();
   }
   torch::autograd::impl::bump_version(out);
+  leave_alone(op, group_name, out);
 }
 
 namespace {

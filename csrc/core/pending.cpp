@@ -26,6 +26,7 @@
 #include "core/failure.h"
 #include "core/future.h"
 #include "core/gil.h"
+#include "core/left_alone.h"
 #include "core/memory.h"
 #include "core/snapshot.h"
 
@@ -62,6 +63,14 @@ const c10::StorageImpl* storage_of(const at::Tensor& t) {
   return t.defined() && t.has_storage() ? t.storage().unsafeGetStorageImpl() : nullptr;
 }
 
+c10::SmallVector<const c10::StorageImpl*, 2> storages_of(at::TensorList tensors) {
+  c10::SmallVector<const c10::StorageImpl*, 2> storages;
+  for (const auto& t : tensors) {
+    storages.push_back(storage_of(t));
+  }
+  return storages;
+}
+
 // Those of groups written in Python may not.
 bool tells_its_number(Subscribe subscribe) {
   return subscribe != nullptr && subscribe != &subscribe_if_possible;
@@ -91,6 +100,7 @@ class PendingWork : public c10d::Work {
         rank_in_group_(group.rank()),
         group_size_(group.size()),
         outputs_(aliases_of(outputs)),
+        written_(storages_of(outputs)),
         inner_(std::move(inner)),
         finish_(std::move(finish)),
         cpu_(outputs.empty() || outputs.front().is_cpu()),
@@ -119,6 +129,7 @@ class PendingWork : public c10d::Work {
         rank_in_group_(-1),
         group_size_(0),
         outputs_(aliases_of(outputs)),
+        written_(storages_of(outputs)),
         cpu_(true),
         subscribe_(nullptr),
         sequence_number_(facts.number),
@@ -247,6 +258,7 @@ class PendingWork : public c10d::Work {
   }
 
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    release_to_user();  // a future has no wait of ours
     std::unique_lock<std::mutex> lock(mutex_);
     TORCH_CHECK_NOT_IMPLEMENTED(
         inner_ == nullptr || subscribe_ == nullptr || subscribed_, op_,
@@ -307,6 +319,18 @@ class PendingWork : public c10d::Work {
     std::lock_guard<std::mutex> lock(mutex_);
     handed_out_ = true;
     return inner_ != nullptr || !outputs_.empty();
+  }
+
+  // What it writes is the user's again: after a wait, which says what it finds; or seen otherwise.
+  void check_left_alone() const {
+    for (const auto* storage : written_) {
+      c10d_ext::check_left_alone(storage);
+    }
+  }
+  void release_to_user() const {
+    for (const auto* storage : written_) {
+      c10d_ext::release_to_user(storage);
+    }
   }
 
   // Once it is over.
@@ -494,6 +518,7 @@ class PendingWork : public c10d::Work {
   // Guarded by mutex_: outputs_, inner_ (null once done), error_, reported_, handed_out_, future_.
   mutable std::mutex mutex_;
   std::vector<at::Tensor> outputs_;
+  const c10::SmallVector<const c10::StorageImpl*, 2> written_;  // told apart, never looked into
   WritesInFlight writes_;
   c10::intrusive_ptr<c10d::Work> inner_;
   std::exception_ptr error_;
@@ -827,6 +852,7 @@ void wait(const at::Tensor& t) {
     work->strike();
     work->wait(kNoTimeout);
   }
+  check_left_alone(storage);
 }
 
 bool is_pending(const at::Tensor& t) {
@@ -875,7 +901,10 @@ c10::intrusive_ptr<c10d::Work> started_work_of(const at::Tensor& t) {
   }
   const auto& last = last_here();
   if (last.storage == nullptr || last.storage != storage_of(t)) {
-    return {};
+    // Of a list only the first one is known, and what the others' owners write is not.
+    return is_left_alone(storage_of(t))
+               ? c10::make_intrusive<PendingWork>(Facts(), std::vector<at::Tensor>{t})
+               : nullptr;
   }
   return last.work ? last.work
                    : c10::make_intrusive<PendingWork>(last.facts, std::vector<at::Tensor>{t});
@@ -895,9 +924,28 @@ c10::intrusive_ptr<c10d::Work> work_behind(const at::Tensor& t) {
 }
 
 void bind_works(pybind11::module_& m) {
-  bind_work<PendingWork>(m, "Work").def(
-      "_get_sequence_number", &PendingWork::getSequencenumber,
-      "The number of the collective, or of the message, among those of its group.");
+  namespace py = pybind11;
+  bind_work<PendingWork>(m, "Work")
+      .def(
+          "wait",
+          [](PendingWork& work, std::chrono::milliseconds timeout) {
+            work.wait(timeout);
+            work.check_left_alone();
+            return true;
+          },
+          py::arg("timeout") = kNoTimeout, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "is_completed",
+          [](PendingWork& work) {
+            const bool over = work.isCompleted();
+            if (over) {
+              work.release_to_user();
+            }
+            return over;
+          },
+          py::call_guard<py::gil_scoped_release>())
+      .def("_get_sequence_number", &PendingWork::getSequencenumber,
+           "The number of the collective, or of the message, among those of its group.");
 }
 
 size_t pending_count() {

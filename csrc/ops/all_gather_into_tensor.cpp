@@ -93,7 +93,7 @@ at::Tensor all_gather_into_tensor_autograd(c10::DispatchKeySet keys, const at::T
 at::Tensor& all_gather_into_tensor_out_autograd(c10::DispatchKeySet keys, const at::Tensor& input,
                                                 int64_t group_size, string_view group_name,
                                                 at::Tensor& out) {
-  forward_out("all_gather_into_tensor_out", input, out, [&] {
+  forward_out("all_gather_into_tensor_out", group_name, input, out, [&] {
     all_gather_into_tensor_out_handle().redispatch(below_autograd(keys), input, group_size,
                                                    group_name, out);
   });

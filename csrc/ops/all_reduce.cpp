@@ -134,7 +134,7 @@ Tensors copies(at::TensorList inputs) {
 at::Tensor& all_reduce__autograd(c10::DispatchKeySet keys, at::Tensor& input, string_view reduce_op,
                                  string_view group_name, const Factor& factor) {
   differentiable_in_place(
-      "all_reduce_", input,
+      "all_reduce_", group_name, input,
       [&] {
         all_reduce__handle().redispatch(below_autograd(keys), input, reduce_op, group_name, factor);
       },
@@ -149,7 +149,7 @@ at::Tensor& all_reduce__autograd(c10::DispatchKeySet keys, at::Tensor& input, st
 at::Tensor& all_reduce_out_autograd(c10::DispatchKeySet keys, const at::Tensor& input,
                                     string_view reduce_op, string_view group_name,
                                     const Factor& factor, at::Tensor& out) {
-  forward_out("all_reduce_out", input, out, [&] {
+  forward_out("all_reduce_out", group_name, input, out, [&] {
     all_reduce_out_handle().redispatch(below_autograd(keys), input, reduce_op, group_name, factor,
                                        out);
   });
@@ -175,7 +175,7 @@ Tensors all_reduce_coalesced__autograd(c10::DispatchKeySet keys, at::TensorList 
                                        string_view reduce_op, string_view group_name,
                                        const Factor& factor) {
   differentiable_in_place(
-      "all_reduce_coalesced_", inputs,
+      "all_reduce_coalesced_", group_name, inputs,
       [&] {
         all_reduce_coalesced__handle().redispatch(below_autograd(keys), inputs, reduce_op,
                                                   group_name, factor);

@@ -83,7 +83,7 @@ at::Tensor& all_to_all_single_out_autograd(c10::DispatchKeySet keys, const at::T
                                            c10::SymIntArrayRef output_split_sizes,
                                            c10::SymIntArrayRef input_split_sizes,
                                            string_view group_name, at::Tensor& out) {
-  forward_out("all_to_all_single_out", input, out, [&] {
+  forward_out("all_to_all_single_out", group_name, input, out, [&] {
     all_to_all_single_out_handle().redispatch(below_autograd(keys), input, output_split_sizes,
                                               input_split_sizes, group_name, out);
   });

@@ -79,7 +79,7 @@ at::Tensor broadcast_autograd(c10::DispatchKeySet keys, const at::Tensor& input,
 at::Tensor& broadcast__autograd(c10::DispatchKeySet keys, at::Tensor& input, int64_t src,
                                 string_view group_name) {
   differentiable_in_place(
-      "broadcast_", input,
+      "broadcast_", group_name, input,
       [&] { broadcast__handle().redispatch(below_autograd(keys), input, src, group_name); },
       [&] { return Tensors{call::wait_tensor(broadcast_handle().call(input, src, group_name))}; },
       [&] { return derivative(src, group_name); });
@@ -100,7 +100,7 @@ Tensors broadcast_coalesced_autograd(c10::DispatchKeySet keys, at::TensorList in
 Tensors broadcast_coalesced__autograd(c10::DispatchKeySet keys, at::TensorList inputs, int64_t src,
                                       string_view group_name) {
   differentiable_in_place(
-      "broadcast_coalesced_", inputs,
+      "broadcast_coalesced_", group_name, inputs,
       [&] {
         broadcast_coalesced__handle().redispatch(below_autograd(keys), inputs, src, group_name);
       },

@@ -83,7 +83,7 @@ at::Tensor reduce_autograd(c10::DispatchKeySet keys, const at::Tensor& input, st
 at::Tensor& reduce__autograd(c10::DispatchKeySet keys, at::Tensor& input, string_view reduce_op,
                              int64_t dst, string_view group_name, const Factor& factor) {
   differentiable_in_place(
-      "reduce_", input,
+      "reduce_", group_name, input,
       [&] {
         reduce__handle().redispatch(below_autograd(keys), input, reduce_op, dst, group_name,
                                     factor);

@@ -126,7 +126,7 @@ at::Tensor& reduce_scatter_tensor_out_autograd(c10::DispatchKeySet keys, const a
                                                string_view reduce_op, int64_t group_size,
                                                string_view group_name, const Factor& factor,
                                                at::Tensor& out) {
-  forward_out("reduce_scatter_tensor_out", input, out, [&] {
+  forward_out("reduce_scatter_tensor_out", group_name, input, out, [&] {
     reduce_scatter_tensor_out_handle().redispatch(below_autograd(keys), input, reduce_op,
                                                   group_size, group_name, factor, out);
   });
