@@ -1,11 +1,13 @@
-# make demo     train a tensor-parallel transformer on 2 ranks, eager and compiled
-# make test     the whole suite (PYTEST_ARGS="tests/ops -k all_reduce" for a part)
-# make sanitize the C++ tests under AddressSanitizer, UBSan and ThreadSanitizer
-# make bench    latency and bandwidth against torch's own collectives, gloo and the MPIs
-# make lint     ruff, mypy, clang-format (make format rewrites)
-# make build    the environment and the extension, in place; everything above does this first
-# make wheel    dist/*.whl for the torch in .venv
-# make clean    what was built; make distclean also .venv
+# make demo        train a tensor-parallel transformer on 2 ranks, eager and compiled
+# make test        the whole suite (PYTEST_ARGS="tests/ops -k all_reduce" for a part)
+# make sanitize    the C++ tests under AddressSanitizer, UBSan and ThreadSanitizer
+# make check-odr   whether a type of csrc is defined twice, differently
+# make check-debug collectives of a debug build under AddressSanitizer
+# make bench       latency and bandwidth against torch's own collectives, gloo and the MPIs
+# make lint        ruff, mypy, clang-format (make format rewrites)
+# make build       the environment and the extension, in place; everything above does this first
+# make wheel       dist/*.whl for the torch in .venv
+# make clean       what was built; make distclean also .venv
 #
 # Needs python3 >= 3.10 with venv and headers, a C++20 compiler and make. Everything else goes into
 # .venv. Settings: PYTHON (the interpreter .venv is made with), TORCH (what pip installs), MAX_JOBS.
@@ -38,7 +40,7 @@ say = @printf '\033[1m==> %s\033[0m\n'
 MAKEFLAGS += --no-builtin-rules
 .SUFFIXES:
 
-.PHONY: build demo test sanitize bench lint format wheel clean distclean FORCE
+.PHONY: build demo test sanitize check-odr check-debug bench lint format wheel clean distclean FORCE
 .DELETE_ON_ERROR:
 
 build: $(VENV)/.built
@@ -82,6 +84,14 @@ $(VENV)/.bench: tools/requirements-bench.txt $(VENV)/.torch
 sanitize: $(VENV)/.torch
 	$(say) "running the C++ tests under the sanitizers"
 	@$(PY) tools/sanitize.py $(SANITIZE_ARGS)
+
+check-odr: $(VENV)/.torch
+	$(say) "linking csrc so that a type that is defined twice is an error"
+	@$(PY) tools/check_odr.py
+
+check-debug: $(VENV)/.torch
+	$(say) "running collectives of a debug build under AddressSanitizer"
+	@$(PY) tools/check_debug.py
 
 bench: build $(VENV)/.bench
 	$(say) "measuring against torch's own collectives"

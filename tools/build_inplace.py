@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,13 +25,15 @@ NOISE = re.compile(
 )
 
 
-def main() -> int:
-    verbose = "--verbose" in sys.argv[1:]
+def build(
+    arguments: Sequence[str], settings: Mapping[str, str] | None = None, *, verbose: bool = False
+) -> int:
+    """The exit status of `setup.py` with these arguments and environment variables."""
     start = time.monotonic()
-    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
     process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        errors="replace", env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        [sys.executable, "setup.py", *arguments], cwd=ROOT, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, errors="replace",
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **(settings or {})},
     )  # fmt: skip
     assert process.stdout is not None
     failed = False
@@ -53,6 +56,10 @@ def main() -> int:
     seconds = time.monotonic() - start
     print(f"build {'failed' if code else 'done'} after {seconds:.0f} s", flush=True)
     return code
+
+
+def main() -> int:
+    return build(["build_ext", "--inplace"], verbose="--verbose" in sys.argv[1:])
 
 
 if __name__ == "__main__":
