@@ -481,7 +481,8 @@ def _frames(ours: bool, flies: bool, backend: str) -> dict[str, tuple[list[int],
     found = {}
     for name, makers in _sequences(_functional(ours)).items():
         torch._dynamo.reset()
-        counter, counts, guards = CompileCounterWithBackend(backend), [], []
+        counter, counts = CompileCounterWithBackend(backend), list[int]()
+        guards = list[Any]()
 
         def note(each: Any, guards: list[Any] = guards) -> None:
             guards.append(sorted((str(guard.name), guard.create_fn_name()) for guard in each))

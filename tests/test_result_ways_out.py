@@ -262,6 +262,25 @@ VIEWS: dict[str, Callable[[Tensor], Any]] = {
     "of a view": lambda y: y.t()[1:].unsqueeze(2),
 }
 
+
+@torch.library.custom_op("test_result_ways_out::times", mutates_args=())
+def times(x: Tensor, y: Tensor) -> Tensor:
+    return x * y
+
+
+@times.register_fake
+def _(x: Tensor, y: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+times.register_autograd(
+    lambda ctx, g: (g * ctx.saved_tensors[1], g * ctx.saved_tensors[0]), setup_context=_save
+)
+
 # Ops by every kind of argument a result can be.
 OPS: dict[str, Callable[[Tensor, Env], Any]] = {
     "mul": lambda y, e: y * e.w,
@@ -306,7 +325,9 @@ OPS: dict[str, Callable[[Tensor, Env], Any]] = {
     "vjp of it": lambda y, e: vjp(lambda t: t * t, y)[1](e.w)[0],
     "vmap of it": lambda y, e: vmap(lambda t: t * t)(y),
     "vmap of its columns": lambda y, e: vmap(lambda t, s: t * s, in_dims=(1, None))(y, e.v[:, 0]),
-    "functional_call": lambda y, e: functional_call(_LINEAR, {"weight": y, "bias": y[:, 0]}, e.w),
+    "functional_call": lambda y, e: functional_call(
+        torch.nn.Linear(3, 2), {"weight": y, "bias": y[:, 0]}, e.w
+    ),
 }
 
 # In place: the result's own values and history change, its views' and its base's with it.
@@ -411,27 +432,6 @@ class Turned(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad.t()
-
-
-@torch.library.custom_op("test_result_ways_out::times", mutates_args=())
-def times(x: Tensor, y: Tensor) -> Tensor:
-    return x * y
-
-
-@times.register_fake
-def _(x: Tensor, y: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-times.register_autograd(
-    lambda ctx, g: (g * ctx.saved_tensors[1], g * ctx.saved_tensors[0]), setup_context=_save
-)
-
-_LINEAR = torch.nn.Linear(3, 2, dtype=torch.float64)
 
 
 def _packed(compute: Callable[[], Tensor]) -> Tensor:
