@@ -281,6 +281,8 @@ times.register_autograd(
     lambda ctx, g: (g * ctx.saved_tensors[1], g * ctx.saved_tensors[0]), setup_context=_save
 )
 
+_LINEAR = torch.nn.Linear(3, 2, dtype=torch.float64)
+
 # Ops by every kind of argument a result can be.
 OPS: dict[str, Callable[[Tensor, Env], Any]] = {
     "mul": lambda y, e: y * e.w,
@@ -325,9 +327,7 @@ OPS: dict[str, Callable[[Tensor, Env], Any]] = {
     "vjp of it": lambda y, e: vjp(lambda t: t * t, y)[1](e.w)[0],
     "vmap of it": lambda y, e: vmap(lambda t: t * t)(y),
     "vmap of its columns": lambda y, e: vmap(lambda t, s: t * s, in_dims=(1, None))(y, e.v[:, 0]),
-    "functional_call": lambda y, e: functional_call(
-        torch.nn.Linear(3, 2), {"weight": y, "bias": y[:, 0]}, e.w
-    ),
+    "functional_call": lambda y, e: functional_call(_LINEAR, {"weight": y, "bias": y[:, 0]}, e.w),
 }
 
 # In place: the result's own values and history change, its views' and its base's with it.
