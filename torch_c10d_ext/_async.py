@@ -210,7 +210,7 @@ class AsyncCollectiveTensor(_TorchAsyncCollectiveTensor):
         return f"AsyncCollectiveTensor({self.trigger_wait()!r})"
 
     def __format__(self, spec: str) -> str:
-        return format(self.trigger_wait(), spec)
+        return format(self.trigger_wait(), spec) if spec else str(self)
 
     def tolist(self) -> Any:
         return self.trigger_wait().tolist()
@@ -237,6 +237,12 @@ class AsyncCollectiveTensor(_TorchAsyncCollectiveTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _finish(self).detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
+    def new(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return _finish(self).new(*args, **kwargs)
+
+    def new_tensor(self, data: Any, **kwargs: Any) -> torch.Tensor:
+        return _finish(self).new_tensor(data, **kwargs)
 
     def data_ptr(self) -> int:
         return _finish(self).data_ptr()

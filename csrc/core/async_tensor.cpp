@@ -187,6 +187,7 @@ PyObject* wrap_known(const at::Tensor& t, bool over) {
 enum class Kind : uint8_t {
   Reads,  // computes from values
   Views,  // gives one view of its first argument, values unread
+  Waits,  // ours and torch's wait_tensor
   Other,
 };
 
@@ -202,6 +203,9 @@ Kind find_kind(const c10::OperatorHandle& op) {
     return argument.alias_info() != nullptr;
   };
   const bool returns_alias = std::any_of(returns.begin(), returns.end(), has_alias);
+  if (schema.name() == "c10d_ext::wait_tensor" || schema.name() == "_c10d_functional::wait_tensor") {
+    return Kind::Waits;
+  }
   if (!returns_alias && std::none_of(arguments.begin(), arguments.end(), has_alias)) {
     return Kind::Reads;
   }
@@ -217,7 +221,7 @@ Kind find_kind(const c10::OperatorHandle& op) {
   for (const char* name : {"aten::detach", "aten::_make_dual", "aten::_fw_primal", "aten::lift",
                            "aten::lift_fresh", "aten::_values", "aten::_conj", "aten::_neg_view",
                            "aten::view_as_real", "aten::view_as_complex"}) {
-    if (schema.name() == name) {
+    if (schema.name() == name || schema.overload_name() == "dtype") {
       return Kind::Other;
     }
   }
@@ -270,6 +274,12 @@ at::Tensor recordable(const at::Tensor& wrapper, const AsyncTensorImpl& impl) {
   at::Tensor values = alias_of(impl.elem());
   torch::autograd::impl::set_gradient_edge(values, torch::autograd::impl::gradient_edge(wrapper));
   return values;
+}
+
+// A view taken where nothing was recorded has the base's need for gradients, and no edge.
+bool is_recordable(const at::Tensor& wrapper) {
+  return !c10::GradMode::is_enabled() || !has_history(wrapper) || !wrapper.is_view() ||
+         wrapper.grad_fn() != nullptr;
 }
 
 // `visit` of every tensor among the arguments; false where it was false of one.
@@ -332,19 +342,45 @@ bool read_values(const c10::OperatorHandle& op, Stack* stack) {
   const size_t count = op.schema().arguments().size();
   const bool plain = all_tensors(*stack, count, [](const at::Tensor& t) {
     return impl_of(t) != nullptr
-               ? !may_have_tangent(t)
+               ? !may_have_tangent(t) && is_recordable(t)
                : !t.key_set().has_any(DispatchKeySet({DispatchKey::Python, kKey}));
   });
   if (!plain) {
     return false;
   }
+  c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 2> given;  // values and their wrappers
   for (size_t i = stack->size() - count; i < stack->size(); ++i) {
     c10::IValue& value = (*stack)[i];
-    if (value.isTensor() || value.isList()) {
+    if (value.isTensor()) {
+      at::Tensor wrapper = value.toTensor();
+      value = finished(value);
+      if (!value.toTensor().is_same(wrapper)) {
+        given.emplace_back(value.toTensor(), std::move(wrapper));
+      }
+    } else if (value.isList()) {
       value = finished(value);
     }
   }
   op.callBoxed(stack);
+  // Some return what they were given and do not say so in their schema: type_as, to_dense.
+  for (size_t i = stack->size() - op.schema().returns().size(); i < stack->size(); ++i) {
+    for (auto& [values, wrapper] : given) {
+      if ((*stack)[i].isTensor() && (*stack)[i].toTensor().is_same(values)) {
+        (*stack)[i] = std::move(wrapper);
+        break;
+      }
+    }
+  }
+  return true;
+}
+
+// A wait is one whether gradients are recorded now or not.
+bool wait_for_values(Stack* stack) {
+  auto waited = plain_of(stack->back().toTensor());
+  if (!waited) {
+    return false;
+  }
+  stack->back() = *std::move(waited);
   return true;
 }
 
@@ -455,7 +491,7 @@ bool view(const c10::OperatorHandle& op, Stack* stack) {
   const size_t count = op.schema().arguments().size();
   const at::Tensor base = (*stack)[stack->size() - count].toTensor();
   auto* impl = impl_of(base);
-  if (impl == nullptr || may_have_tangent(base) ||
+  if (impl == nullptr || may_have_tangent(base) || !is_recordable(base) ||
       c10::impl::tls_local_dispatch_key_set().excluded_.has(DispatchKey::ADInplaceOrView)) {
     return false;
   }
@@ -523,7 +559,8 @@ void dispatch(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) 
   if (!is_watched()) {
     const Kind kind = kind_of(op);
     if ((kind == Kind::Reads && read_values(op, stack)) ||
-        (kind == Kind::Views && view(op, stack))) {
+        (kind == Kind::Views && view(op, stack)) ||
+        (kind == Kind::Waits && wait_for_values(stack))) {
       return;
     }
   }

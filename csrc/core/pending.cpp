@@ -1,6 +1,7 @@
 #include "core/pending.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
