@@ -22,7 +22,6 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks import _exchange  # noqa: E402
-from benchmarks._measure import Median  # noqa: E402
 from benchmarks._ranks import Ranks  # noqa: E402
 from benchmarks._report import Table, machine, today  # noqa: E402
 from benchmarks.shm import (  # noqa: E402
@@ -74,7 +73,9 @@ def run(options: argparse.Namespace, began: float) -> list[Table]:
     share = options.seconds / (len(places) * len(options.collectives) * len(options.sizes))
     found: list[Table] = []
     resident = Table(
-        "Resident memory after {} x {} dropped results of {}".format(*DROPPED[:2], label(DROPPED[2])),
+        "Resident memory after {} x {} dropped results of {}".format(
+            *DROPPED[:2], label(DROPPED[2])
+        ),
         "More than before, on the rank with the most.",
         ["", "", "more"],
         left=2,
@@ -106,8 +107,10 @@ def run(options: argparse.Namespace, began: float) -> list[Table]:
                 f"call in place (all_reduce) or into a tensor that is there. Target: {TARGET:g} "
                 "times. memory: as many times longer it takes to read every byte and write one, "
                 "on all ranks at a time, where that goes elsewhere than in place.",
-                ["", "per rank", IN_PLACE, FUNCTIONAL, BEFORE, "memory", "before / in place"]
-                + ["functional / in place", "target"],
+                [
+                    *("", "per rank", IN_PLACE, FUNCTIONAL, BEFORE, "memory"),
+                    *("before / in place", "functional / in place", "target"),
+                ],
                 left=2,
             )
             table.rows += [row(case) for case in cases]

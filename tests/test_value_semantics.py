@@ -6,6 +6,7 @@ result is that of the values at the call, and every input holds what was written
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import torch_c10d_ext
+import torch_c10d_ext.distributed as ours
 import torch_c10d_ext.functional as F
 from tests.harness import run
 from tests.harness.flight import in_flight, quick_store
@@ -117,9 +119,9 @@ def _write_in_flight(sources: list[str], writes: list[str]) -> list[str]:
     for name, call in _calls(n).items():
         cases = []
         for source in sources:
-            for write in writes:
+            for way in writes:
                 x = SOURCES[source](_values(n))
-                cases.append((f"{name} of {source}, {write}", x, WRITES[write]))
+                cases.append((f"{name} of {source}, {way}", x, WRITES[way]))
         wants = [_tensors(call(x.detach().clone())) for _, x, _ in cases]
         with in_flight(store) as gate:
             if name in _BLOCK:
@@ -268,3 +270,144 @@ def _results_of_one_input() -> None:
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_views_of_an_input_that_is_written_follow_it(backend: str) -> None:
     run(2, _results_of_one_input, backend=backend)
+
+
+# --- in place, and out= --------------------------------------------------------------------------
+
+
+def _writers(n: int, name: str) -> dict[str, Callable[[Tensor], Any]]:
+    """Ops that write `out`, of 2n rows, and leave the wait to the caller."""
+    ops, like = torch.ops.c10d_ext, torch.ones(2 * n, 3)
+    return {
+        "all_reduce_": lambda out: ops.all_reduce_(out, "sum", name),
+        "all_reduce_out": lambda out: ops.all_reduce_out(like, "sum", name, out=out),
+        "all_reduce_coalesced_": lambda out: ops.all_reduce_coalesced_([out], "sum", name),
+        "broadcast_": lambda out: ops.broadcast_(out, 0, name),
+        "broadcast_coalesced_": lambda out: ops.broadcast_coalesced_([out], 0, name),
+        "reduce_": lambda out: ops.reduce_(out, "sum", 0, name),
+        "all_gather_into_tensor_out": lambda out: ops.all_gather_into_tensor_out(
+            like[:2], n, name, out=out
+        ),
+        "reduce_scatter_tensor_out": lambda out: ops.reduce_scatter_tensor_out(
+            torch.ones(2 * n * n, 3), "sum", n, name, out=out
+        ),
+        "all_to_all_single_out": lambda out: ops.all_to_all_single_out(
+            like, [2] * n, [2] * n, name, out=out
+        ),
+    }
+
+
+WAITS: dict[str, Callable[[Tensor], Any]] = {
+    "wait_tensor": F.wait_tensor,
+    "the op": torch.ops.c10d_ext.wait_tensor,
+    "of a view": lambda t: F.wait_tensor(t[1:]),
+    "the work": lambda t: torch_c10d_ext._C.started_work_of(t).wait(),
+}
+
+
+def _message(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def _refuse_writes(flies: bool) -> list[str]:
+    n, rank, failures = dist.get_world_size(), dist.get_rank(), []
+    name = dist.group.WORLD.group_name
+    for op, start in _writers(n, name).items():
+        for way, wait in WAITS.items():
+            out = torch.ones(2 * n, 3)
+            with in_flight(quick_store()) as gate:
+                if not flies:
+                    gate.open()
+                start(out)
+                if not flies:
+                    F.wait_tensor(out)
+                    start(out)  # once more: what the first one left is gone
+                out.detach()[0] = 7.0
+                version = out._version
+                gate.open()
+                text = _message(lambda wait=wait, out=out: wait(out))
+            want = (
+                f"{op}: the tensor it writes must be left alone until the wait, got a write in "
+                f"flight (version {version} where it was {version - 1}) "
+                f"(rank {rank}/{n}, group '{name}')"
+            )
+            if text.splitlines()[:1] != [want]:
+                failures.append(f"{op}, {way}: {text!r}")
+            if again := _message(lambda out=out: F.wait_tensor(out)):
+                failures.append(f"{op}, {way}: twice: {again}")
+    return failures
+
+
+@pytest.mark.parametrize("flies", [False, True], ids=["complete", "in flight"])
+@pytest.mark.parametrize(("backend", "size"), [("shm", 1), ("shm", 2), ("gloo", 2), (FALLBACK, 3)])
+def test_a_write_to_what_is_in_flight_is_said_at_the_wait(
+    backend: str, size: int, flies: bool
+) -> None:
+    for failures in run(size, _refuse_writes, flies, backend=backend):
+        assert failures == []
+
+
+def _allow_writes() -> None:
+    """What is the user's again, or never was lent."""
+    n, name, ops = dist.get_world_size(), dist.group.WORLD.group_name, torch.ops.c10d_ext
+    started_work_of = torch_c10d_ext._C.started_work_of
+
+    def until_over(work: Any) -> None:
+        ends = time.monotonic() + 30
+        while not work.is_completed():
+            assert time.monotonic() < ends
+            time.sleep(0.001)
+
+    seen: dict[str, Callable[[Tensor], Any]] = {
+        "waited for": F.wait_tensor,
+        "waited for by its work": lambda t: started_work_of(t).wait(),
+        "seen to be over": lambda t: until_over(started_work_of(t)),
+        "by its future": lambda t: started_work_of(t).get_future().wait(),
+    }
+    for what, see in seen.items():
+        x = torch.ones(4)
+        ops.all_reduce_(x, "sum", name)
+        see(x)
+        x.add_(1)
+        assert _message(lambda x=x: F.wait_tensor(x)) == "", what
+        assert torch.equal(x, torch.full((4,), n + 1.0)), what
+    # At once, and the other part of a tensor.
+    x = torch.ones(4)
+    ours.all_reduce(x)
+    x.add_(1)
+    F.all_reduce_inplace(x, "sum", None)
+    x.add_(1)
+    F.wait_tensor(x)
+    assert torch.equal(x, torch.full((4,), n * (n + 1) + 1.0))
+    ops.all_reduce_(x[:2], "sum", name)
+    x[2:].add_(1)
+    F.wait_tensor(x)
+    # One more collective on the tensor, or on a part of it, and reads.
+    x = torch.ones(4)
+    ops.all_reduce_(x, "sum", name)
+    ops.all_reduce_(x, "max", name)
+    ops.broadcast_(x[:2], 0, name)
+    F.wait_tensor(x)
+    assert torch.equal(x, torch.full((4,), float(n)))
+    work = ours.all_reduce(x, async_op=True)
+    work.wait()
+    x.zero_()
+    work.wait()
+    # A result of the class, written in place, waits first.
+    y = F.all_reduce(torch.ones(4), "sum", None)
+    y.add_(1)
+    assert torch.equal(y.wait(), torch.full((4,), n + 1.0))
+    with torch.inference_mode():
+        x = torch.ones(4)
+        ops.all_reduce_(x, "sum", name)
+        F.wait_tensor(x)
+    assert torch_c10d_ext.pending_count() == 0
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_what_has_been_waited_for_may_be_written(backend: str) -> None:
+    run(2, _allow_writes, backend=backend)

@@ -203,7 +203,8 @@ Kind find_kind(const c10::OperatorHandle& op) {
     return argument.alias_info() != nullptr;
   };
   const bool returns_alias = std::any_of(returns.begin(), returns.end(), has_alias);
-  if (schema.name() == "c10d_ext::wait_tensor" || schema.name() == "_c10d_functional::wait_tensor") {
+  if (schema.name() == "c10d_ext::wait_tensor" ||
+      schema.name() == "_c10d_functional::wait_tensor") {
     return Kind::Waits;
   }
   if (!returns_alias && std::none_of(arguments.begin(), arguments.end(), has_alias)) {

@@ -279,7 +279,8 @@ at::Tensor differentiable(const at::Tensor& input, c10::function_ref<at::Tensor(
 }
 
 void differentiable_in_place(std::string_view op, std::string_view group_name,
-                             at::TensorList inputs, c10::function_ref<void()> forward, c10::function_ref<Tensors()> values,
+                             at::TensorList inputs, c10::function_ref<void()> forward,
+                             c10::function_ref<Tensors()> values,
                              const std::function<Derivative()>& derivative) {
   const bool needs_grad = any_requires_grad(inputs);
   if (needs_grad) {
@@ -357,8 +358,8 @@ Tensors replaced(at::TensorList inputs, const Tensors& values) {
   return inputs.vec();
 }
 
-void forward_out(std::string_view op, std::string_view group_name, at::TensorList tensors, const at::Tensor& out,
-                 c10::function_ref<void()> forward) {
+void forward_out(std::string_view op, std::string_view group_name, at::TensorList tensors,
+                 const at::Tensor& out, c10::function_ref<void()> forward) {
   TORCH_CHECK(!any_requires_grad(tensors) && !any_requires_grad(out), op,
               ": out= does not differentiate, got a tensor that requires grad; use the functional "
               "op, or torch.no_grad()");

@@ -82,7 +82,8 @@ at::Tensor differentiable(const at::Tensor& input, c10::function_ref<at::Tensor(
 // the derivative needs what would be overwritten, or there are tangents, the inputs take over
 // `values` instead: those of the functional op, complete.
 void differentiable_in_place(std::string_view op, std::string_view group_name,
-                             at::TensorList inputs, c10::function_ref<void()> forward, c10::function_ref<Tensors()> values,
+                             at::TensorList inputs, c10::function_ref<void()> forward,
+                             c10::function_ref<Tensors()> values,
                              const std::function<Derivative()>& derivative);
 
 // An op that writes a list, under torch.func, which asks an op that mutates for one tensor:
@@ -90,8 +91,8 @@ void differentiable_in_place(std::string_view op, std::string_view group_name,
 Tensors replaced(at::TensorList inputs, const Tensors& values);
 
 // out= variants do not differentiate: raises where one of `tensors` would need a gradient.
-void forward_out(std::string_view op, std::string_view group_name, at::TensorList tensors, const at::Tensor& out,
-                 c10::function_ref<void()> forward);
+void forward_out(std::string_view op, std::string_view group_name, at::TensorList tensors,
+                 const at::Tensor& out, c10::function_ref<void()> forward);
 
 // What the derivatives of a reduction over ranks ask of its values on this rank. `reduced`, the
 // result with input's shape, is asked for by min and max alone.
