@@ -301,7 +301,6 @@ WAITS: dict[str, Callable[[Tensor], Any]] = {
     "wait_tensor": F.wait_tensor,
     "the op": torch.ops.c10d_ext.wait_tensor,
     "of a view": lambda t: F.wait_tensor(t[1:]),
-    "the work": lambda t: torch_c10d_ext._C.started_work_of(t).wait(),
 }
 
 

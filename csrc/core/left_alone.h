@@ -14,13 +14,13 @@ namespace c10d_ext {
 // is in order.
 void leave_alone(std::string_view op, std::string_view group_name, const at::Tensor& t);
 
-// Called after the wait: raises where somebody has written. Forgets it.
+// Called after wait_tensor: raises where somebody has written. Forgets it.
 void check_left_alone(const c10::StorageImpl* storage);
 
 // Whether somebody still has to wait for it.
 bool is_left_alone(const c10::StorageImpl* storage);
 
-// Somebody has seen the end of the collective in another way.
+// Somebody has seen the end of the collective in another way: by its work.
 void release_to_user(const c10::StorageImpl* storage) noexcept;
 
 }  // namespace c10d_ext

@@ -322,12 +322,8 @@ class PendingWork : public c10d::Work {
     return inner_ != nullptr || !outputs_.empty();
   }
 
-  // What it writes is the user's again: after a wait, which says what it finds; or seen otherwise.
-  void check_left_alone() const {
-    for (const auto* storage : written_) {
-      c10d_ext::check_left_alone(storage);
-    }
-  }
+  // What it writes is the user's again. Nothing is said of writes: whoever has several works on one
+  // tensor may wait for them in any order, and the last step of another one may be a write.
   void release_to_user() const {
     for (const auto* storage : written_) {
       c10d_ext::release_to_user(storage);
@@ -931,7 +927,7 @@ void bind_works(pybind11::module_& m) {
           "wait",
           [](PendingWork& work, std::chrono::milliseconds timeout) {
             work.wait(timeout);
-            work.check_left_alone();
+            work.release_to_user();
             return true;
           },
           py::arg("timeout") = kNoTimeout, py::call_guard<py::gil_scoped_release>())
