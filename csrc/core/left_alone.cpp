@@ -57,11 +57,6 @@ class Loans {
     }
   }
 
-  bool has(const c10::StorageImpl* storage) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return loans_.find(storage) != loans_.end();
-  }
-
   std::optional<Loan> take(const c10::StorageImpl* storage) noexcept {
     // A wait for what this thread started sees its entry.
     if (count_.load(std::memory_order_relaxed) == 0) {
@@ -116,10 +111,6 @@ void check_left_alone(const c10::StorageImpl* storage) {
   TORCH_CHECK(false, loan->op, ": the tensor it writes must be left alone until the wait, got a ",
               "write in flight (version ", loan->counter.current_version(), " where it was ",
               loan->version, ") ", where(resolve_group(loan->op, loan->group)));
-}
-
-bool is_left_alone(const c10::StorageImpl* storage) {
-  return Loans::get().has(storage);
 }
 
 void release_to_user(const c10::StorageImpl* storage) noexcept {

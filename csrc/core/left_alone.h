@@ -17,10 +17,8 @@ void leave_alone(std::string_view op, std::string_view group_name, const at::Ten
 // Called after wait_tensor: raises where somebody has written. Forgets it.
 void check_left_alone(const c10::StorageImpl* storage);
 
-// Whether somebody still has to wait for it.
-bool is_left_alone(const c10::StorageImpl* storage);
-
-// Somebody has seen the end of the collective in another way: by its work.
+// Whoever takes the collective's work waits by that, in an order of his own, or looks when it is
+// over: no more is known of when the tensor is the user's again.
 void release_to_user(const c10::StorageImpl* storage) noexcept;
 
 }  // namespace c10d_ext

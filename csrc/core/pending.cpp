@@ -1,7 +1,6 @@
 #include "core/pending.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -64,14 +63,6 @@ const c10::StorageImpl* storage_of(const at::Tensor& t) {
   return t.defined() && t.has_storage() ? t.storage().unsafeGetStorageImpl() : nullptr;
 }
 
-c10::SmallVector<const c10::StorageImpl*, 2> storages_of(at::TensorList tensors) {
-  c10::SmallVector<const c10::StorageImpl*, 2> storages;
-  for (const auto& t : tensors) {
-    storages.push_back(storage_of(t));
-  }
-  return storages;
-}
-
 // Those of groups written in Python may not.
 bool tells_its_number(Subscribe subscribe) {
   return subscribe != nullptr && subscribe != &subscribe_if_possible;
@@ -101,7 +92,6 @@ class PendingWork : public c10d::Work {
         rank_in_group_(group.rank()),
         group_size_(group.size()),
         outputs_(aliases_of(outputs)),
-        written_(storages_of(outputs)),
         inner_(std::move(inner)),
         finish_(std::move(finish)),
         cpu_(outputs.empty() || outputs.front().is_cpu()),
@@ -130,7 +120,6 @@ class PendingWork : public c10d::Work {
         rank_in_group_(-1),
         group_size_(0),
         outputs_(aliases_of(outputs)),
-        written_(storages_of(outputs)),
         cpu_(true),
         subscribe_(nullptr),
         sequence_number_(facts.number),
@@ -259,7 +248,6 @@ class PendingWork : public c10d::Work {
   }
 
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    release_to_user();  // a future has no wait of ours
     std::unique_lock<std::mutex> lock(mutex_);
     TORCH_CHECK_NOT_IMPLEMENTED(
         inner_ == nullptr || subscribe_ == nullptr || subscribed_, op_,
@@ -320,14 +308,6 @@ class PendingWork : public c10d::Work {
     std::lock_guard<std::mutex> lock(mutex_);
     handed_out_ = true;
     return inner_ != nullptr || !outputs_.empty();
-  }
-
-  // What it writes is the user's again. Nothing is said of writes: whoever has several works on one
-  // tensor may wait for them in any order, and the last step of another one may be a write.
-  void release_to_user() const {
-    for (const auto* storage : written_) {
-      c10d_ext::release_to_user(storage);
-    }
   }
 
   // Once it is over.
@@ -515,7 +495,6 @@ class PendingWork : public c10d::Work {
   // Guarded by mutex_: outputs_, inner_ (null once done), error_, reported_, handed_out_, future_.
   mutable std::mutex mutex_;
   std::vector<at::Tensor> outputs_;
-  const c10::SmallVector<const c10::StorageImpl*, 2> written_;  // told apart, never looked into
   WritesInFlight writes_;
   c10::intrusive_ptr<c10d::Work> inner_;
   std::exception_ptr error_;
@@ -888,20 +867,19 @@ PendingWorkPtr newest_work_of(const at::Tensor& t) {
 }  // namespace
 
 c10::intrusive_ptr<c10d::Work> work_of(const at::Tensor& t) {
+  release_to_user(storage_of(t));
   auto work = newest_work_of(t);
   return work && work->hand_out() ? work : nullptr;
 }
 
 c10::intrusive_ptr<c10d::Work> started_work_of(const at::Tensor& t) {
+  release_to_user(storage_of(t));
   if (auto work = newest_work_of(t)) {
     return work;
   }
   const auto& last = last_here();
   if (last.storage == nullptr || last.storage != storage_of(t)) {
-    // Of a list only the first one is known, and what the others' owners write is not.
-    return is_left_alone(storage_of(t))
-               ? c10::make_intrusive<PendingWork>(Facts(), std::vector<at::Tensor>{t})
-               : nullptr;
+    return {};
   }
   return last.work ? last.work
                    : c10::make_intrusive<PendingWork>(last.facts, std::vector<at::Tensor>{t});
@@ -921,28 +899,9 @@ c10::intrusive_ptr<c10d::Work> work_behind(const at::Tensor& t) {
 }
 
 void bind_works(pybind11::module_& m) {
-  namespace py = pybind11;
-  bind_work<PendingWork>(m, "Work")
-      .def(
-          "wait",
-          [](PendingWork& work, std::chrono::milliseconds timeout) {
-            work.wait(timeout);
-            work.release_to_user();
-            return true;
-          },
-          py::arg("timeout") = kNoTimeout, py::call_guard<py::gil_scoped_release>())
-      .def(
-          "is_completed",
-          [](PendingWork& work) {
-            const bool over = work.isCompleted();
-            if (over) {
-              work.release_to_user();
-            }
-            return over;
-          },
-          py::call_guard<py::gil_scoped_release>())
-      .def("_get_sequence_number", &PendingWork::getSequencenumber,
-           "The number of the collective, or of the message, among those of its group.");
+  bind_work<PendingWork>(m, "Work").def(
+      "_get_sequence_number", &PendingWork::getSequencenumber,
+      "The number of the collective, or of the message, among those of its group.");
 }
 
 size_t pending_count() {
