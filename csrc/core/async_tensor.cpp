@@ -339,7 +339,7 @@ c10::IValue finished(const c10::IValue& value) {
   return value;
 }
 
-bool read_values(const c10::OperatorHandle& op, Stack* stack) {
+bool read_values(const c10::OperatorHandle& op, Kind kind, Stack* stack) {
   const size_t count = op.schema().arguments().size();
   const bool plain = all_tensors(*stack, count, [](const at::Tensor& t) {
     return impl_of(t) != nullptr
@@ -363,6 +363,9 @@ bool read_values(const c10::OperatorHandle& op, Stack* stack) {
     }
   }
   op.callBoxed(stack);
+  if (kind == Kind::Waits) {
+    return true;
+  }
   // Some return what they were given and do not say so in their schema: type_as, to_dense.
   for (size_t i = stack->size() - op.schema().returns().size(); i < stack->size(); ++i) {
     for (auto& [values, wrapper] : given) {
@@ -375,7 +378,6 @@ bool read_values(const c10::OperatorHandle& op, Stack* stack) {
   return true;
 }
 
-// A wait is one whether gradients are recorded now or not.
 bool wait_for_values(Stack* stack) {
   auto waited = plain_of(stack->back().toTensor());
   if (!waited) {
@@ -559,9 +561,11 @@ void check_no_impostor(const c10::OperatorHandle& op, const Stack& stack) {
 void dispatch(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   if (!is_watched()) {
     const Kind kind = kind_of(op);
-    if ((kind == Kind::Reads && read_values(op, stack)) ||
-        (kind == Kind::Views && view(op, stack)) ||
-        (kind == Kind::Waits && wait_for_values(stack))) {
+    // A wait keeps the history where none is recorded, too.
+    const bool waits = kind == Kind::Waits && !c10::GradMode::is_enabled();
+    if ((waits && wait_for_values(stack)) ||
+        ((kind == Kind::Reads || kind == Kind::Waits) && read_values(op, kind, stack)) ||
+        (kind == Kind::Views && view(op, stack))) {
       return;
     }
   }
