@@ -223,6 +223,21 @@ def test_inputs_that_nobody_writes_stay_in_place(backend: str) -> None:
         assert failures == []
 
 
+def _drop_at_once() -> None:
+    """The input's owner lets go of it while the collective's thread does."""
+    n = dist.get_world_size()
+    for i in range(20_000):
+        y = F.all_gather_single(torch.full((64,), float(i)), 0, None)
+        z = F.reduce_scatter_single(torch.full((32 * n,), float(i)), "sum", 0, None)
+        if i % 7 == 0:
+            assert (y.wait()[0].item(), z.wait()[0].item()) == (i, n * i)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_inputs_may_be_dropped(backend: str) -> None:
+    run(2, _drop_at_once, backend=backend, deadline=100)
+
+
 def _chain() -> None:
     """In-place and functional collectives of one tensor, one after another, all in flight."""
     n, rank = dist.get_world_size(), dist.get_rank()

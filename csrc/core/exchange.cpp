@@ -90,7 +90,7 @@ void run_on_shm(std::string_view op, const Group& group, at::TensorList sources,
     return;
   }
   // What the engine reads by address is kept from now on: nobody else has run since.
-  std::vector<c10::intrusive_ptr<c10::StorageImpl>> kept;
+  std::vector<std::shared_ptr<void>> kept;
   for (size_t i = 0; i < sources.size(); ++i) {
     const bool is_own = !snapshots.empty() && !snapshots[i].is_same(sources[i]);
     if (!is_own && !sources[i].storage().is_alias_of(outs[i].storage())) {

@@ -828,6 +828,7 @@ void wait(const at::Tensor& t) {
     work->strike();
     work->wait(kNoTimeout);
   }
+  release_snapshots();
   check_left_alone(storage);
 }
 

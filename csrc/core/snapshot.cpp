@@ -2,7 +2,9 @@
 
 #include <c10/core/impl/COW.h>
 
+#include <atomic>
 #include <mutex>
+#include <thread>
 #include <unordered_map>
 #include <utility>
 
@@ -40,6 +42,70 @@ bool is_plain_cpu(const at::Tensor& t) {
          !t.key_set().has_any(c10::python_ks | c10::functorch_transforms_ks);
 }
 
+// Clones on their way back to the thread that made them. c10 frees the context of a copy-on-write
+// storage while another thread that has let go of its reference may still be about to lock it: the
+// last two references must not go at the same time. So a clone ends on the thread that made it,
+// which is the one that writes and frees the source.
+class Returns {
+ public:
+  using Clone = c10::intrusive_ptr<c10::StorageImpl>;
+
+  static const std::shared_ptr<Returns>& here() {
+    static thread_local const Owner owner;
+    return owner.returns;
+  }
+
+  // From any thread.
+  void take_back(Clone clone) {
+    if (owner_ != std::this_thread::get_id()) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (is_open_) {
+        clones_.push_back(std::move(clone));
+        any_.store(true, std::memory_order_release);
+      }
+    }
+    // Here, or where that thread has ended, it goes now.
+  }
+  void release() {
+    if (!any_.load(std::memory_order_acquire)) {
+      return;
+    }
+    std::vector<Clone> clones;
+    std::lock_guard<std::mutex> lock(mutex_);
+    clones.swap(clones_);
+    any_.store(false, std::memory_order_relaxed);
+  }
+
+ private:
+  struct Owner {
+    const std::shared_ptr<Returns> returns = std::make_shared<Returns>();
+    ~Owner() {
+      std::lock_guard<std::mutex> lock(returns->mutex_);
+      returns->is_open_ = false;
+      returns->clones_.clear();
+    }
+  };
+
+  const std::thread::id owner_ = std::this_thread::get_id();
+  std::mutex mutex_;
+  std::vector<Clone> clones_;
+  bool is_open_ = true;
+  std::atomic<bool> any_{false};
+};
+
+// A clone and where it belongs.
+struct Lent {
+  Returns::Clone clone;
+  std::shared_ptr<Returns> home = Returns::here();
+
+  explicit Lent(Returns::Clone made) : clone(std::move(made)) {}
+  Lent(const Lent&) = delete;
+  Lent& operator=(const Lent&) = delete;
+  ~Lent() {
+    home->take_back(std::move(clone));
+  }
+};
+
 c10::intrusive_ptr<c10::StorageImpl> shared_with(const at::Tensor& source) {
   return c10::impl::cow::lazy_clone_storage(*source.storage().unsafeGetStorageImpl());
 }
@@ -50,16 +116,12 @@ c10::Storage readable(c10::intrusive_ptr<c10::StorageImpl> clone) {
   const void* data = clone->data();
   const size_t bytes = clone->nbytes();
   const c10::Device device = clone->device();
-  auto* owner = clone.release();
-  return c10::Storage(
-      c10::Storage::use_byte_size_t(), bytes,
-      c10::DataPtr(
-          const_cast<void*>(data), owner,
-          [](void* held) {
-            c10::intrusive_ptr<c10::StorageImpl>::reclaim(static_cast<c10::StorageImpl*>(held));
-          },
-          device),
-      /*allocator=*/nullptr, /*resizable=*/false);
+  auto* lent = new Lent(std::move(clone));
+  return c10::Storage(c10::Storage::use_byte_size_t(), bytes,
+                      c10::DataPtr(
+                          const_cast<void*>(data), lent,
+                          [](void* held) { delete static_cast<Lent*>(held); }, device),
+                      /*allocator=*/nullptr, /*resizable=*/false);
 }
 
 }  // namespace
@@ -78,6 +140,7 @@ at::Tensor snapshot_of(const at::Tensor& source) {
   if (!can_share(source)) {
     return clone_of(source);
   }
+  release_snapshots();
   auto clone = shared_with(source);
   if (clone == nullptr) {
     return clone_of(source);
@@ -87,8 +150,17 @@ at::Tensor snapshot_of(const at::Tensor& source) {
   return snapshot;
 }
 
-c10::intrusive_ptr<c10::StorageImpl> keep_values(const at::Tensor& source) {
-  return is_plain_cpu(source) && !is_written(source) ? shared_with(source) : nullptr;
+std::shared_ptr<void> keep_values(const at::Tensor& source) {
+  if (!is_plain_cpu(source) || is_written(source)) {
+    return nullptr;
+  }
+  release_snapshots();
+  auto clone = shared_with(source);
+  return clone == nullptr ? nullptr : std::make_shared<Lent>(std::move(clone));
+}
+
+void release_snapshots() {
+  Returns::here()->release();
 }
 
 void WritesInFlight::add(const at::Tensor& t) {

@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
 
+#include <memory>
 #include <vector>
 
 // The values of a functional collective's inputs as they were at the call, whatever their owner
@@ -23,7 +24,10 @@ bool can_share(const at::Tensor& source);
 
 // For who has read the address of dense memory at the start: what keeps the values there from now
 // on. Null where a collective in flight still writes it.
-c10::intrusive_ptr<c10::StorageImpl> keep_values(const at::Tensor& source);
+std::shared_ptr<void> keep_values(const at::Tensor& source);
+
+// Lets go of what this thread's collectives have read and are done with. They leave that to it.
+void release_snapshots();
 
 // While one lives, what this thread starts was called by a user of torch_c10d_ext.functional, in
 // eager, and not by compiled code. On CUDA c10's copy-on-write is not ordered with streams, and a
