@@ -106,7 +106,11 @@ struct Lent {
   }
 };
 
+// One at a time: the first clone of a storage changes the storage itself, and two threads may hand
+// the same tensor to a collective each.
 c10::intrusive_ptr<c10::StorageImpl> shared_with(const at::Tensor& source) {
+  static auto& mutex = *new std::mutex;
+  std::lock_guard<std::mutex> lock(mutex);
   return c10::impl::cow::lazy_clone_storage(*source.storage().unsafeGetStorageImpl());
 }
 
