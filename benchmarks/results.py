@@ -1,17 +1,21 @@
-"""Functional collectives against their in-place and out forms: what a fresh result costs.
+"""What a functional collective's fresh result costs: large ones, and the first use of small ones.
 
     python benchmarks/results.py [--quick] [--seconds N] [--only COLLECTIVE ...] [--ranks N ...]
                                  [--sizes BYTES ...] [--backends NAME ...] [--before DIR]
                                  [--markdown FILE]
 
-The two forms take turns on the same ranks. ``--before`` names a directory with another build of
-torch_c10d_ext, whose functional form takes part on ranks of its own.
+Large results are held against the same call in place or into a tensor that is there; the two take
+turns on the same ranks. First uses are held against those of plain tensors. ``--before`` names a
+directory with another build of torch_c10d_ext, whose functional form takes part on ranks of its
+own.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -21,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import _exchange  # noqa: E402
+from benchmarks import _exchange, _first_use  # noqa: E402
 from benchmarks._ranks import Ranks  # noqa: E402
 from benchmarks._report import Table, machine, today  # noqa: E402
 from benchmarks.shm import (  # noqa: E402
@@ -67,11 +71,55 @@ def dropped(ranks: Ranks, name: str) -> list[list[str]]:
     return [[name, when, f"{max(g[when] for g in grown) / MIB:.0f} MiB"] for when in times]
 
 
+def first_uses(options: argparse.Namespace) -> Table:
+    """Microseconds of the first use of a complete result, on rank 0 of two."""
+    backend = options.backends[0]
+    with contextlib.ExitStack() as stack:
+        now = stack.enter_context(Ranks(backend, 2))
+        makers = {"plain tensor": (now, "plain"), "torch": (now, "torch")}
+        if options.before:
+            before = stack.enter_context(Ranks(backend, 2, package=options.before))
+            makers["before"] = (before, "ours")
+        makers["now"] = (now, "ours")
+        seconds: dict[tuple[str, str], list[float]] = {}
+        uses = [*_first_use.USES, _first_use.CALL_AND_USE]
+        rounds = 20 if options.quick else 100
+        for turn, use in itertools.product(range(rounds + 2), uses):
+            for name in list(makers) if turn % 2 else reversed(makers):
+                ranks, maker = makers[name]
+                if (use, maker) in {("y.wait()", "plain"), (_first_use.CALL_AND_USE, "plain")}:
+                    continue
+                taken = ranks.run(_first_use.block, use, maker, deadline=DEADLINE)[0]
+                if turn > 1:
+                    seconds.setdefault((use, name), []).append(taken)
+    table = Table(
+        f"First use of a complete result, {backend}, 2 ranks (medians of {rounds} rounds of "
+        f"{_first_use.COUNT})",
+        f"Microseconds, all_reduce of {_first_use.SIZE} B. Every result is used once; all are of "
+        "torch's AsyncCollectiveTensor. The last row is the call and the use together.",
+        ["", *makers, *(["now - before"] if options.before else []), "now - plain"],
+        left=1,
+    )
+    for use in uses:
+        medians = {
+            name: statistics.median(seconds.get((use, name), [float("nan")])) * 1e6
+            for name in makers
+        }
+        gaps = ["before"] if options.before else []
+        cells = [f"{m:.2f}" if m == m else "-" for m in medians.values()]
+        for base in [*gaps, "plain tensor"]:
+            gap = medians["now"] - medians[base]
+            cells.append(f"{gap:+.2f}" if gap == gap else "-")
+        table.rows.append([use, *cells])
+    return table
+
+
 def run(options: argparse.Namespace, began: float) -> list[Table]:
     """Measures and prints all there is."""
     places = [(backend, ranks) for backend in options.backends for ranks in options.ranks]
+    found = [first_uses(options)]
+    print(f"\n{found[0].text()}", flush=True)
     share = options.seconds / (len(places) * len(options.collectives) * len(options.sizes))
-    found: list[Table] = []
     resident = Table(
         "Resident memory after {} x {} dropped results of {}".format(
             *DROPPED[:2], label(DROPPED[2])
