@@ -95,8 +95,8 @@ def first_uses(options: argparse.Namespace) -> Table:
     table = Table(
         f"First use of a complete result, {backend}, 2 ranks (medians of {rounds} rounds of "
         f"{_first_use.COUNT})",
-        f"Microseconds, all_reduce of {_first_use.SIZE} B. Every result is used once; all are of "
-        "torch's AsyncCollectiveTensor. The last row is the call and the use together.",
+        f"Microseconds, all_reduce of {_first_use.SIZE} B. Every result is used once. The last row "
+        "is the call and the use together.",
         ["", *makers, *(["now - before"] if options.before else []), "now - plain"],
         left=1,
     )
