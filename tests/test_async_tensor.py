@@ -484,7 +484,10 @@ def _resident() -> int:
 
 
 def _growth_of_unwaited_calls(calls: int) -> float:
-    """Bytes of resident memory per call that was never waited for."""
+    """Bytes of resident memory per call that was never waited for.
+
+    What leaks does so in every third of the calls; what a heap takes once does not.
+    """
     x = _input(shape=(16,))
 
     def call(count: int) -> None:
@@ -493,10 +496,12 @@ def _growth_of_unwaited_calls(calls: int) -> float:
         _assert_nothing_pending()
         gc.collect()
 
-    call(calls // 3)
-    before = _resident()
-    call(calls)
-    return (_resident() - before) / calls
+    growths = []
+    for _ in range(3):
+        before = _resident()
+        call(calls // 3)
+        growths.append((_resident() - before) / (calls // 3))
+    return min(growths)
 
 
 def test_unwaited_calls_leave_nothing_behind() -> None:
