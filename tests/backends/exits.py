@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import torch_c10d_ext
 
-_DEADLINE = 40.0
+_DEADLINE = 120.0
 _NEW_MOUNTS = 0x00020000
 _PRIVATE = 0x4000 | (1 << 18)
 
@@ -61,7 +61,7 @@ class Lingering:
         self.sleep, self.clock = time.sleep, time.monotonic
 
     def __del__(self) -> None:
-        ends = self.clock() + 20
+        ends = self.clock() + 60
         while self.stat.exists() and ") Z " not in self.stat.read_text():
             if self.clock() > ends:
                 os._exit(9)

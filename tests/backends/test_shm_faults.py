@@ -1332,7 +1332,7 @@ def test_processes_end_as_they_would_without_the_backend(
         start_new_session=True,
     )
     try:
-        output, of_ranks = launcher.communicate(timeout=200)
+        output, of_ranks = launcher.communicate(timeout=400)
     finally:
         if launcher.poll() is None:
             os.killpg(launcher.pid, signal.SIGKILL)
