@@ -5,7 +5,7 @@ of the rounds, with the interval that holds the true median with 99 % confidence
 from one machine to the next, ratios from one run do.
 
     python benchmarks/run.py [--quick] [--seconds N] [--device cpu|cuda|all]
-                             [--only SECTION ...] [--markdown FILE]
+                             [--only SECTION ...] [--record NAME]
 
 The shm backend has its own program, ``benchmarks/shm.py``, with more to choose from.
 """
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks import coalesced, compiled, functional, layer, shm
+from benchmarks import _history, coalesced, compiled, functional, layer, shm
 from benchmarks._measure import Timings, slowest
 from benchmarks._ranks import Ranks, RanksFailed
 from benchmarks._report import (
@@ -246,6 +246,14 @@ def measure(
     return tables, failures
 
 
+def command(options: argparse.Namespace) -> str:
+    """How to run the same again."""
+    parts = ["python benchmarks/run.py", *(["--quick"] if options.quick else [])]
+    parts += [f"--only {' '.join(options.only)}"] if options.only else []
+    parts += [f"--device {options.device}"] if options.device != "cpu" else []
+    return " ".join(parts)
+
+
 def end(signum: int, frame: Any) -> None:
     """Leaves in good order, ranks and files included, when a time limit from outside strikes."""
     signal.signal(signum, signal.SIG_IGN)  # `timeout` signals twice
@@ -253,7 +261,7 @@ def end(signum: int, frame: Any) -> None:
 
 
 def main() -> int:
-    """Measures, prints, and writes the Markdown where asked to."""
+    """Measures, prints, and records the run where asked to."""
     parser = argparse.ArgumentParser(
         description="torch_c10d_ext against torch's own collectives, in one interleaved run"
     )
@@ -271,7 +279,7 @@ def main() -> int:
         choices=(*OPS, SHM),
         help="some of the sections",
     )
-    parser.add_argument("--markdown", metavar="FILE", help="append the dated tables to FILE")
+    _history.add_option(parser)
     options = parser.parse_args()
     options.seconds = options.seconds or (QUICK_SECONDS if options.quick else SECONDS)
     devices = ("cpu", "cuda") if options.device == "all" else (options.device,)
@@ -281,31 +289,23 @@ def main() -> int:
     signal.signal(signal.SIGTERM, end)
     began = time.monotonic()
     failures = 0
-    documents = []
     ops = not options.only or any(name in options.only for name in OPS)
     for device in devices if ops else ():
         aims = Aims()
-        heading = f"{today()}, {machine(device)}"
-        print(f"\n{heading}", flush=True)
+        kind = machine(device)
+        print(f"\n{today()}, {kind}", flush=True)
         tables, failed = measure(device, options, aims, began)
         failures += failed
-        print(f"\n== Aims\n{aims.table()}", flush=True)
-        documents.append(
-            "\n\n".join(
-                (
-                    f"## {heading}",
-                    *(table.markdown() for table in tables),
-                    f"### Aims\n\n```text\n{aims.table()}\n```",
-                )
-            )
-        )
-    if options.markdown and documents:
-        with open(options.markdown, "a") as file:
-            file.write("\n" + "\n\n".join(documents) + "\n")
+        tables.append(aims.table())
+        print(f"\n{tables[-1].text()}", flush=True)
+        if options.record:
+            name = f"{options.record}-ops" if device == "cpu" else f"{options.record}-ops-{device}"
+            path = _history.record(name, kind, command(options), tables)
+            progress(began, f"recorded: {path}")
     if SHM in options.only if options.only else devices == ("cpu",):
         arguments = ["--quick"] if options.quick else []
         arguments += ["--seconds", str(options.seconds)]
-        arguments += ["--markdown", options.markdown] if options.markdown else []
+        arguments += ["--record", f"{options.record}-shm"] if options.record else []
         try:
             shm.main(arguments)
         except RanksFailed as error:

@@ -4,7 +4,7 @@ Every peer has its own processes, which sleep while another is measured. A case 
 a size; its peers take turns in short blocks of calls, round after round.
 
     python benchmarks/shm.py [--quick] [--seconds N] [--only COLLECTIVE ...] [--ranks N ...]
-                             [--dtype NAME ...] [--markdown FILE] [--plot FILE]
+                             [--dtype NAME ...] [--record NAME]
 
 MPICH, Open MPI, Intel MPI and DeepSpeed's shared-memory all_reduce take part where
 ``tools/get_peers.sh`` has installed them.
@@ -29,10 +29,10 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import _endings, _exchange, _mpi  # noqa: E402
+from benchmarks import _endings, _exchange, _history, _mpi  # noqa: E402
 from benchmarks._measure import Median, ratio  # noqa: E402
 from benchmarks._ranks import DEEPSPEED, MpiRanks, Ranks, RanksFailed  # noqa: E402
-from benchmarks._report import Table, machine, today  # noqa: E402
+from benchmarks._report import TARGETS, Table, machine, today  # noqa: E402
 
 SECONDS, QUICK_SECONDS = 300.0, 20.0
 BLOCK_SECONDS = 5e-3
@@ -253,9 +253,7 @@ class Targets:
     """What is aimed at, and what came of it."""
 
     def __init__(self) -> None:
-        self.table = Table(
-            "shm against its targets", "", ["", "target", "measured", "outcome"], left=4
-        )
+        self.table = Table(f"{TARGETS}: shm", "", ["", "target", "measured", "outcome"], left=4)
 
     def at_most(self, what: str, value: float | None, bound: float, unit: str) -> None:
         """A number that should not be larger."""
@@ -481,7 +479,7 @@ def progress(began: float, text: str) -> None:
     print(f"[{time.monotonic() - began:3.0f} s] {text}", file=sys.stderr, flush=True)
 
 
-def run(options: argparse.Namespace, began: float) -> tuple[list[Table], list[Result]]:
+def run(options: argparse.Namespace, began: float) -> list[Table]:
     """Measures and prints all there is."""
     sizes = options.sizes or (QUICK_SIZES if options.quick else SIZES)
     cases = [
@@ -526,7 +524,7 @@ def run(options: argparse.Namespace, began: float) -> tuple[list[Table], list[Re
     judge(cases, targets)
     if targets.table.rows:
         show(targets.table)
-    return found, cases
+    return found
 
 
 def parser() -> argparse.ArgumentParser:
@@ -546,50 +544,25 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="each peer's fastest round instead of the median: for a look on a busy machine",
     )
-    parser.add_argument("--markdown", metavar="FILE", help="append the dated tables to FILE")
-    parser.add_argument(
-        "--plot", metavar="FILE", help="the picture (shm.png in build/ or beside --markdown)"
-    )
+    _history.add_option(parser)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures, prints, and writes the picture and, where asked to, the Markdown."""
+    """Measures, prints, and records the run where asked to."""
     options = parser().parse_args(arguments)
     options.seconds = options.seconds or (QUICK_SECONDS if options.quick else SECONDS)
     options.dtype = options.dtype or (DTYPES[:1] if options.quick else DTYPES)
     options.more = options.collectives is None
     options.collectives = options.collectives or COLLECTIVES
     began = time.monotonic()
-    heading = f"{today()}, {machine('cpu')}"
-    print(f"\n{heading}", flush=True)
-    found, cases = run(options, began)
-    beside = Path(options.markdown).parent if options.markdown else ROOT / "build"
-    picture = Path(options.plot or beside / "shm.png")
-    drawn = draw([case for case in cases if case.seconds], picture)
-    print(f"\n{drawn}", flush=True)
-    if options.markdown:
-        parts = [f"## {heading}", *(table.markdown() for table in found)]
-        if picture.exists() and picture.parent == beside:
-            parts.append(f"![Latency and bandwidth of every peer]({picture.name})")
-        with open(options.markdown, "a") as file:
-            file.write("\n" + "\n\n".join(parts) + "\n")
+    kind = machine("cpu")
+    print(f"\n{today()}, {kind}", flush=True)
+    found = run(options, began)
+    if options.record:
+        command = "python benchmarks/shm.py" + (" --quick" if options.quick else "")
+        progress(began, f"recorded: {_history.record(options.record, kind, command, found)}")
     return 0
-
-
-def draw(cases: Sequence[Result], picture: Path) -> str:
-    """The picture, if matplotlib is there; what to tell."""
-    try:
-        from benchmarks import _plot
-    except ImportError:
-        return "no picture: matplotlib is not installed (pip install matplotlib)"
-    points = [
-        _plot.Point(case.collective, case.dtype, case.ranks, case.size, peer, case.time(peer))
-        for case in cases
-        for peer in case.seconds
-    ]
-    _plot.draw(points, picture)
-    return f"picture: {picture}"
 
 
 if __name__ == "__main__":

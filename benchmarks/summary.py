@@ -1,0 +1,97 @@
+"""Draws docs/results.md from ``benchmarks/history/``: its table of targets and its three plots.
+
+    python benchmarks/summary.py            # the table and the plots, written into docs/
+    python benchmarks/summary.py --check    # whether the table in docs/ is that of the history
+
+The text around the table is written by hand. Every program of this folder that has targets records
+a table whose title starts with ``Targets``; the newest of each title is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks import _history  # noqa: E402
+from benchmarks._history import Run  # noqa: E402
+from benchmarks._report import TARGETS, Table  # noqa: E402
+
+PAGE = ROOT / "docs" / "results.md"
+BEGIN, END = "<!-- targets: python benchmarks/summary.py -->", "<!-- end of targets -->"
+
+
+def targets(history: Sequence[Run]) -> str:
+    """What is aimed at and what came of it, as Markdown, with where each part was measured."""
+    lines = ["| | target | measured | outcome |", "| --- | --- | --- | --- |"]
+    sources = []
+    seen: set[str] = set()
+    for run in history:
+        for table in run.tables:
+            if not table.title.startswith(TARGETS) or table.title in seen:
+                continue
+            seen.add(table.title)
+            subject = table.title.removeprefix(TARGETS).strip(": ")
+            lines += [f"| {subject}: {' | '.join(row)} |" for row in table.rows]
+            sources.append(f"{subject}: {run.date}, {run.machine}, `{run.command}`.")
+    return "\n".join([*lines, "", *sources])
+
+
+def with_targets(page: str, table: str) -> str:
+    """The page with its table replaced."""
+    pattern = re.escape(BEGIN) + r"\n.*?" + re.escape(END)
+    replaced, count = re.subn(pattern, lambda _: f"{BEGIN}\n{table}\n{END}", page, flags=re.DOTALL)
+    if count != 1:
+        raise ValueError(f"{PAGE.name}: must have one pair of {BEGIN} and {END}, got {count}")
+    return replaced
+
+
+def _column(table: Table, name: str) -> int | None:
+    return table.head.index(name) if name in table.head else None
+
+
+def cell(table: Table, row: Sequence[str], name: str) -> float | None:
+    """A number of a table; None where it was not measured."""
+    column = _column(table, name)
+    if column is None or row[column] in ("-", ""):
+        return None
+    return float(row[column])
+
+
+def size_of(label: str) -> int:
+    """Bytes of a label such as ``64 KiB``."""
+    number, unit = label.split()
+    return int(number) * {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20}[unit]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Writes, or compares."""
+    parser = argparse.ArgumentParser(description="docs/results.md from benchmarks/history/")
+    parser.add_argument("--check", action="store_true", help="compare the table, write nothing")
+    options = parser.parse_args(arguments)
+    history = _history.runs()
+    page = PAGE.read_text()
+    wanted = with_targets(page, targets(history))
+    if options.check:
+        if wanted != page:
+            print("docs/results.md: not what benchmarks/summary.py makes of the history")
+        return int(wanted != page)
+    PAGE.write_text(wanted)
+    try:
+        from benchmarks import _plot
+    except ImportError:
+        print("no plots: matplotlib is not installed (pip install matplotlib)")
+        return 0
+    for path in _plot.draw_all(history, PAGE.parent):
+        print(path.relative_to(ROOT))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
