@@ -36,10 +36,6 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 say = @printf '\033[1m==> %s\033[0m\n'
 
-# None of make's own rules: one would link csrc/backends/shm.cpp into the directory beside it.
-MAKEFLAGS += --no-builtin-rules
-.SUFFIXES:
-
 .PHONY: build demo test sanitize check-odr check-debug bench lint format wheel clean distclean FORCE
 .DELETE_ON_ERROR:
 

@@ -74,14 +74,15 @@ def test_a_collective_is_three_files_of_one_stem() -> None:
     assert names_of(files, r"tests/ops/test_(\w+)\.py") == STEMS
 
 
-def test_a_backend_is_a_file_with_a_test_file() -> None:
+def test_a_backend_is_a_folder_with_a_test_file() -> None:
     files = [str(p.relative_to(ROOT)) for p in repository_files()]
-    backends = names_of(files, r"csrc/backends/(\w+)\.cpp")
+    backends = names_of(files, r"csrc/backends/(\w+)/backend\.cpp")
     tests = names_of(files, r"tests/backends/test_(\w+)\.py")
+    assert backends
     assert set(backends) <= set(tests)
-    parts = {path.name for path in ROOT.glob("csrc/backends/*/")}
-    # test_shm_faults.py and such
-    assert {name.split("_")[0] for name in tests} == set(backends) | parts
+    assert not [name for name in files if re.fullmatch(r"csrc/backends/\w+\.cpp", name)]
+    # test_shm_faults.py and such; and how the groups of all of them meet
+    assert {name.split("_")[0] for name in tests} == {*backends, "rendezvous"}
 
 
 @pytest.mark.parametrize("stem", STEMS)

@@ -132,7 +132,7 @@ def connect_shm(
     size: int,
     timeout: timedelta,
     group_name: str,
-    seats: Seats,
+    global_ranks: GlobalRanks,
     *,
     arena: int,
     spin_time: timedelta,
@@ -141,25 +141,25 @@ def connect_shm(
     strict: bool,
 ) -> tuple[dist.Backend | None, str, str]: ...
 
-class Seats:
+class GlobalRanks:
     def __init__(self, store: dist.Store, global_ranks: list[int]) -> None: ...
 
-class Expected:
+class Rendezvous:
     def __init__(
-        self, store: dist.Store, rank: int, size: int, group_name: str, seats: Seats
+        self, store: dist.Store, rank: int, size: int, group_name: str, global_ranks: GlobalRanks
     ) -> None: ...
     def look(self) -> None: ...
     def check(self) -> None: ...
     def watched_store(self, prefix: str) -> dist.Store: ...
 
-class OverGloo(dist.Backend):
+class CheckedBackend(dist.Backend):
     def __init__(
         self,
         gloo: dist.Backend,
         store: dist.Store,
         timeout: timedelta,
         group_name: str,
-        seats: Seats,
+        global_ranks: GlobalRanks,
         strict: bool,
     ) -> None: ...
     @property

@@ -82,12 +82,14 @@ def _flag(name: str, default: bool) -> bool:
 def _create_shm(options: Any, _pg_options: Any) -> Any:
     # torch gives no ranks for the group of all of them, which is the first one.
     everyone = [] if dist.is_initialized() else list(range(options.group_size))
-    seats = _C.Seats(options.store, options.global_ranks_in_group or everyone)
+    global_ranks = _C.GlobalRanks(options.store, options.global_ranks_in_group or everyone)
     rank, size = options.group_rank, options.group_size
-    return _connect(options.store, rank, size, options.timeout, options.group_id, seats)
+    return _connect(options.store, rank, size, options.timeout, options.group_id, global_ranks)
 
 
-def _connect(store: Any, rank: int, size: int, timeout: dt.timedelta, name: str, seats: Any) -> Any:
+def _connect(
+    store: Any, rank: int, size: int, timeout: dt.timedelta, name: str, global_ranks: Any
+) -> Any:
     """A group's backend: shm, or its verbs over gloo on all ranks if they cannot share memory."""
     settings = shm_settings()
     if timeout < dt.timedelta():
@@ -97,7 +99,9 @@ def _connect(store: Any, rank: int, size: int, timeout: dt.timedelta, name: str,
             f"(rank {rank}/{size}, group '{name}')"
         )
     timeout = min(timeout, _LONGEST)
-    backend, why_not, session = _C.connect_shm(store, rank, size, timeout, name, seats, **settings)
+    backend, why_not, session = _C.connect_shm(
+        store, rank, size, timeout, name, global_ranks, **settings
+    )
     if backend is not None:
         return backend
     if rank == 0 and why_not not in _told:
@@ -107,7 +111,7 @@ def _connect(store: Any, rank: int, size: int, timeout: dt.timedelta, name: str,
         )
     # Under a key of its own: a group of this name may have left its addresses there.
     store = dist.PrefixStore(f"{session}/", store)
-    expected = _C.Expected(store, rank, size, name, seats)
+    expected = _C.Rendezvous(store, rank, size, name, global_ranks)
 
     def connect() -> Any:
         made = dist.ProcessGroupGloo(expected.watched_store("gloo/"), rank, size, timeout=timeout)
@@ -122,7 +126,7 @@ def _connect(store: Any, rank: int, size: int, timeout: dt.timedelta, name: str,
             f"shm: every rank must join the group, got: {error} "
             f"(rank {rank}/{size}, group '{name}')"
         ) from error
-    return _C.OverGloo(gloo, store, timeout, name, seats, settings["strict"])
+    return _C.CheckedBackend(gloo, store, timeout, name, global_ranks, settings["strict"])
 
 
 def _away(call: Callable[[], Any], check: Callable[[], None], timeout: dt.timedelta) -> Any:

@@ -1,6 +1,6 @@
 // all_gather: every rank gets all ranks' rows, of which each rank may have another number.
 
-#include "core/op.h"
+#include "frontend/op.h"
 
 namespace c10d_ext {
 namespace {

@@ -1,6 +1,6 @@
 // all_gather_into_tensor: every rank gets all ranks' inputs, one after the other along dim 0.
 
-#include "core/op.h"
+#include "frontend/op.h"
 
 namespace c10d_ext {
 namespace {

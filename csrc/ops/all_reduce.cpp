@@ -1,6 +1,6 @@
 // all_reduce: every rank gets the reduction of all ranks' inputs.
 
-#include "core/op.h"
+#include "frontend/op.h"
 
 namespace c10d_ext {
 namespace {

@@ -1,6 +1,6 @@
 // all_to_all_single: every rank sends a slice of its rows to every rank.
 
-#include "core/op.h"
+#include "frontend/op.h"
 
 namespace c10d_ext {
 namespace {

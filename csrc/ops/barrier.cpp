@@ -1,6 +1,6 @@
 // barrier: every rank keeps its input, complete when all ranks have called.
 
-#include "core/op.h"
+#include "frontend/op.h"
 
 namespace c10d_ext {
 namespace {

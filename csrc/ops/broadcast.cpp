@@ -1,6 +1,6 @@
 // broadcast: every rank gets rank src's input.
 
-#include "core/op.h"
+#include "frontend/op.h"
 
 namespace c10d_ext {
 namespace {

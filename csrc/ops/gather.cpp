@@ -1,6 +1,6 @@
 // gather: rank dst gets all ranks' inputs, one after the other along dim 0; the others get no rows.
 
-#include "core/op.h"
+#include "frontend/op.h"
 
 namespace c10d_ext {
 namespace {

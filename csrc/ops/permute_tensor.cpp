@@ -1,6 +1,6 @@
 // permute_tensor: rank m's input goes to rank src_dst[m].
 
-#include "core/op.h"
+#include "frontend/op.h"
 
 namespace c10d_ext {
 namespace {

@@ -1,7 +1,7 @@
 // reduce: rank dst gets the reduction of all ranks' inputs, the others get zeros (reduce_: keep
 // theirs).
 
-#include "core/op.h"
+#include "frontend/op.h"
 
 namespace c10d_ext {
 namespace {

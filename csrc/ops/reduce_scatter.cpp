@@ -1,6 +1,6 @@
 // reduce_scatter: rank r gets sizes[r] rows of the reduction of all ranks' inputs.
 
-#include "core/op.h"
+#include "frontend/op.h"
 
 namespace c10d_ext {
 namespace {

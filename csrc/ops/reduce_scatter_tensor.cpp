@@ -1,6 +1,6 @@
 // reduce_scatter_tensor: rank r gets the reduction of all ranks' r-th equal part along dim 0.
 
-#include "core/op.h"
+#include "frontend/op.h"
 
 namespace c10d_ext {
 namespace {

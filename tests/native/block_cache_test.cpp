@@ -1,7 +1,7 @@
 // Blocks that are taken and given back. Run without arguments it runs every test; with arguments,
 // those named.
 
-#include "core/block_cache.h"
+#include "base/block_cache.h"
 
 #include <sys/mman.h>
 #include <sys/resource.h>

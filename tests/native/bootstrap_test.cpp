@@ -29,6 +29,7 @@
 
 #include "program.h"
 
+using namespace c10d_ext;
 using namespace c10d_ext::shm;
 using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;

@@ -13,10 +13,11 @@
 #include <random>
 #include <thread>
 
-#include "backends/shm/aside.h"
 #include "backends/shm/crowd.h"
 #include "backends/shm/engine.h"
+#include "base/progress_handoff.h"
 
+using namespace c10d_ext;
 using namespace c10d_ext::shm;
 using std::chrono::milliseconds;
 
@@ -59,10 +60,10 @@ Ints values(int rank, size_t count, int salt) {
   return v;
 }
 
-Request request(Verb verb) {
+Request request(OpType verb) {
   Request r;
   r.verb = verb;
-  r.dtype = verb == Verb::Barrier ? DType::Bytes : DType::Int32;
+  r.dtype = verb == OpType::Barrier ? DType::Bytes : DType::Int32;
   return r;
 }
 
@@ -97,7 +98,7 @@ void check_all_reduce(Engine& e, size_t count, bool in_place, int salt) {
   const int n = e.size();
   Ints in = values(e.rank(), count, salt), out(in_place ? 0 : count);
   Ints& result = in_place ? in : out;
-  Request r = request(Verb::AllReduce);
+  Request r = request(OpType::AllReduce);
   r.reduce_op = ReduceOp::Sum;
   r.sources = {pieces(in)};
   r.targets = {pieces(result)};
@@ -117,7 +118,7 @@ void check_all_reduce(Engine& e, size_t count, bool in_place, int salt) {
 
 void check_reduce(Engine& e, size_t count, int root, int salt) {
   Ints in = values(e.rank(), count, salt), out(count);
-  Request r = request(Verb::Reduce);
+  Request r = request(OpType::Reduce);
   r.reduce_op = ReduceOp::Max;
   r.root = root;
   r.sources = {buffer(in)};
@@ -140,7 +141,7 @@ void check_reduce(Engine& e, size_t count, int root, int salt) {
 
 void check_broadcast(Engine& e, size_t count, int root, int salt) {
   Ints data = values(e.rank(), count, salt);
-  Request r = request(Verb::Broadcast);
+  Request r = request(OpType::Broadcast);
   r.root = root;
   (e.rank() == root ? r.sources : r.targets) = {pieces(data)};
   auto op = start(e, std::move(r));
@@ -154,7 +155,7 @@ using Sizes = std::function<size_t(int from, int to)>;
 void check_all_to_all(Engine& e, const Sizes& sizes, int salt) {
   const int n = e.size(), me = e.rank();
   std::vector<Ints> in, out;
-  Request r = request(Verb::AllToAll);
+  Request r = request(OpType::AllToAll);
   for (int p = 0; p < n; ++p) {
     in.push_back(values(me * 16 + p, sizes(me, p), salt));
     out.emplace_back(sizes(p, me));
@@ -174,7 +175,7 @@ void check_all_to_all(Engine& e, const Sizes& sizes, int salt) {
 void check_all_gather(Engine& e, const Sizes& sizes, int salt) {
   Ints in = values(e.rank(), sizes(e.rank(), 0), salt);
   std::vector<Ints> out;
-  Request r = request(Verb::AllGather);
+  Request r = request(OpType::AllGather);
   r.sources = {pieces(in)};
   for (int p = 0; p < e.size(); ++p) {
     out.emplace_back(sizes(p, 0));
@@ -200,7 +201,7 @@ void check_sparse(Engine& e, const Sizes& sizes, int salt) {
     Ints in;
   };
   std::vector<Ints> out;
-  Request r = request(Verb::SparseAllReduce);
+  Request r = request(OpType::SparseAllReduce);
   r.sources.resize(1);
   r.room = [&](const std::vector<uint64_t>& bytes) {
     std::vector<Buffer> buffers;
@@ -236,11 +237,11 @@ void check_failed_begin(int size) {
       op = std::make_shared<Failing>();
       e.submit(op);
     } else {
-      op = start(e, request(Verb::Barrier));
+      op = start(e, request(OpType::Barrier));
     }
     expect(e.wait(*op, std::nullopt, nullptr), "failed begin: not done");
     const std::string said = e.rank() == 0 ? "no memory" : "an abort by rank 0";
-    expect(op->failure() && op->failure()->kind == Failure::Kind::Closed &&
+    expect(op->failure() && op->failure()->kind == ErrorKind::Closed &&
                op->failure()->text.find(said) != std::string::npos,
            "failed begin: " + (op->failure() ? op->failure()->text : "no failure"));
   });
@@ -249,7 +250,7 @@ void check_failed_begin(int size) {
 void check_reduce_scatter(Engine& e, const Sizes& sizes, int salt) {
   std::vector<Ints> in;
   Ints out(sizes(0, e.rank()));
-  Request r = request(Verb::ReduceScatter);
+  Request r = request(OpType::ReduceScatter);
   r.reduce_op = ReduceOp::Sum;
   for (int p = 0; p < e.size(); ++p) {
     in.push_back(values(e.rank() * 16 + p, sizes(0, p), salt));
@@ -275,7 +276,7 @@ void check_reduce_scatter(Engine& e, const Sizes& sizes, int salt) {
 void check_gather_and_scatter(Engine& e, const Sizes& sizes, int root, int salt) {
   Ints mine = values(e.rank(), sizes(e.rank(), 0), salt);
   std::vector<Ints> all;
-  Request g = request(Verb::Gather);
+  Request g = request(OpType::Gather);
   g.root = root;
   g.sources = {buffer(mine)};
   for (int p = 0; p < e.size() && e.rank() == root; ++p) {
@@ -290,7 +291,7 @@ void check_gather_and_scatter(Engine& e, const Sizes& sizes, int root, int salt)
     expect(all[p] == values(static_cast<int>(p), sizes(static_cast<int>(p), 0), salt), "gather");
   }
   Ints back(mine.size());
-  Request s = request(Verb::Scatter);
+  Request s = request(OpType::Scatter);
   s.root = root;
   for (Ints& a : all) {
     s.sources.push_back(buffer(a));
@@ -313,14 +314,14 @@ void check_messages(Engine& e, size_t count, bool any_source) {
     }
   }
   for (size_t i = 0; i < 2 * n; ++i) {
-    Request r = request(Verb::Send);
+    Request r = request(OpType::Send);
     r.peer = static_cast<int>(i / 2);
     r.tag = static_cast<int64_t>(i % 2);
     r.sources = {pieces(out[i])};
     sends.push_back(start(e, std::move(r)));
   }
   for (size_t i = 0; i < 2 * n; ++i) {
-    Request r = request(Verb::Recv);
+    Request r = request(OpType::Recv);
     r.peer = any_source ? -1 : static_cast<int>(i / 2);
     r.tag = 1 - static_cast<int64_t>(i % 2);
     r.targets = {pieces(in[i])};
@@ -359,7 +360,7 @@ void check_everything(int size) {
         check_reduce_scatter(e, sizes, salt);
         check_gather_and_scatter(e, sizes, salt % size, salt);
       }
-      auto barrier = start(e, request(Verb::Barrier));
+      auto barrier = start(e, request(OpType::Barrier));
       finish(e, *barrier, "barrier");
     }
   });
@@ -380,7 +381,7 @@ void check_flight(int size, bool progress_thread) {
         }
         std::vector<std::shared_ptr<Operation>> ops;
         for (size_t i = 0; i < kFlights; ++i) {
-          Request r = request(Verb::AllReduce);
+          Request r = request(OpType::AllReduce);
           r.reduce_op = ReduceOp::Sum;
           r.sources = {buffer(data[i])};
           r.targets = {buffer(data[i])};
@@ -410,7 +411,7 @@ void check_threads(int size) {
       threads.emplace_back([&e, t] {
         for (int i = 0; i < 100; ++i) {
           Ints out(33), in = values(0, 33, t * 1000 + i);
-          Request s = request(Verb::Send), r = request(Verb::Recv);
+          Request s = request(OpType::Send), r = request(OpType::Recv);
           s.peer = (e.rank() + 1) % e.size();
           r.peer = (e.rank() + e.size() - 1) % e.size();
           s.tag = r.tag = t;
@@ -420,7 +421,7 @@ void check_threads(int size) {
           finish(e, *receive, "recv on a thread");
           finish(e, *send, "send on a thread");
           expect(out == in, "message of a thread");
-          Request a = request(Verb::AllReduce);
+          Request a = request(OpType::AllReduce);
           Ints one(1, 1);
           a.reduce_op = ReduceOp::Sum;
           a.sources = a.targets = {buffer(one)};
@@ -440,11 +441,11 @@ void check_threads(int size) {
 class Blocking final : public Operation {
  public:
   Blocking(Engine& engine, int depth)
-      : Operation(::request(Verb::Barrier), kPatience), engine_(engine), depth_(depth) {}
+      : Operation(::request(OpType::Barrier), kPatience), engine_(engine), depth_(depth) {}
 
   void on_done(const Failure* failure) override {
     expect(failure == nullptr, "blocking: " + (failure ? failure->text : ""));
-    const Aside aside;
+    const ProgressHandoff handoff;
     if (depth_ != 0) {
       std::this_thread::sleep_for(milliseconds(engine_.rank()));
       auto next = std::make_shared<Blocking>(engine_, depth_ - 1);
@@ -486,7 +487,7 @@ void check_callbacks(int size) {
 // lock of its own.
 class Linked final : public Operation {
  public:
-  Linked(Ints& memory) : Operation(::request(Verb::AllReduce), kPatience), memory_(memory) {
+  Linked(Ints& memory) : Operation(::request(OpType::AllReduce), kPatience), memory_(memory) {
     copy_.resize(memory.size());
     request.reduce_op = ReduceOp::Max;
     request.sources = {buffer(copy_)};
@@ -544,29 +545,29 @@ void check_mismatch(int size) {
     for (int what = 0; what < 7; ++what) {
       Ints data = values(e.rank(), odd && what == 0 ? 20001 : 20000, 0), out(data);
       const Ints before = out;
-      Request r = request(odd && what == 1 ? Verb::Reduce : Verb::AllReduce);
+      Request r = request(odd && what == 1 ? OpType::Reduce : OpType::AllReduce);
       r.reduce_op = odd && what == 2 ? ReduceOp::Max : ReduceOp::Sum;
       r.dtype = odd && what == 3 ? DType::Float : DType::Int32;
       if (what == 4) {
-        r = request(Verb::Broadcast);
+        r = request(OpType::Broadcast);
         r.root = odd ? 0 : 1;
       }
       if (what == 5) {
-        r = request(odd ? Verb::Barrier : Verb::Broadcast);
+        r = request(odd ? OpType::Barrier : OpType::Broadcast);
         r.root = odd ? -1 : 0;
       }
       r.sources = {buffer(data)};
       r.targets = {buffer(out)};
-      if (r.verb == Verb::Reduce) {
+      if (r.verb == OpType::Reduce) {
         r.root = 0;
         r.targets.clear();
       }
-      if (r.verb == Verb::Barrier) {
+      if (r.verb == OpType::Barrier) {
         r.sources.clear();
         r.targets.clear();
       }
       if (what == 6) {
-        r = request(Verb::AllToAll);
+        r = request(OpType::AllToAll);
         for (int p = 0; p < e.size(); ++p) {
           r.sources.push_back({{reinterpret_cast<std::byte*>(data.data()), odd ? 4u : 8u}});
           r.targets.push_back({{reinterpret_cast<std::byte*>(out.data()), 8}});
@@ -575,14 +576,14 @@ void check_mismatch(int size) {
       auto op = start(e, std::move(r));
       expect(e.wait(*op, std::nullopt, nullptr), "mismatch: not done");
       const Failure* f = op->failure();
-      expect(f && f->kind == Failure::Kind::Mismatch,
+      expect(f && f->kind == ErrorKind::Mismatch,
              "mismatch " + std::to_string(what) + ": " + (f ? f->text : "no failure"));
       expect(out == before, "mismatch: written to");
       check_all_reduce(e, 5, true, what);
     }
     // A message of another size fails on both ends.
     Ints data(8);
-    Request r = request(e.rank() == 0 ? Verb::Send : Verb::Recv);
+    Request r = request(e.rank() == 0 ? OpType::Send : OpType::Recv);
     r.peer = 1 - e.rank();
     if (e.rank() == 0) {
       r.sources = {{{reinterpret_cast<std::byte*>(data.data()), 12}}};
@@ -592,9 +593,9 @@ void check_mismatch(int size) {
     if (e.rank() < 2) {
       auto op = start(e, std::move(r));
       expect(e.wait(*op, std::nullopt, nullptr), "refused message: not done");
-      expect(op->failure() && op->failure()->kind == Failure::Kind::Mismatch, "refused message");
+      expect(op->failure() && op->failure()->kind == ErrorKind::Mismatch, "refused message");
     }
-    auto barrier = start(e, request(Verb::Barrier));
+    auto barrier = start(e, request(OpType::Barrier));
     finish(e, *barrier, "barrier after a refused message");
     check_messages(e, 100, false);
   });
@@ -607,15 +608,15 @@ void check_faults(int size) {
   with_ranks(size, [&](Engine& e) {
     if (e.rank() == 0) {
       told.wait();
-      auto late = start(e, request(Verb::Barrier));
+      auto late = start(e, request(OpType::Barrier));
       expect(e.wait(*late, std::nullopt, nullptr) && late->failure(), "a broken group refuses");
       return;
     }
     come.arrive_and_wait();
-    auto op = start(e, request(Verb::Barrier), milliseconds(1000));
+    auto op = start(e, request(OpType::Barrier), milliseconds(1000));
     expect(e.wait(*op, std::nullopt, nullptr), "timeout: not done");
     const Failure* f = op->failure();
-    expect(f && f->kind == Failure::Kind::Timeout && f->ranks == std::vector<int>{0},
+    expect(f && f->kind == ErrorKind::Timeout && f->ranks == std::vector<int>{0},
            "timeout: " + (f ? f->text : "no failure"));
     told.count_down();
   });
@@ -625,7 +626,7 @@ void check_faults(int size) {
       return;
     }
     Ints data(100000);
-    Request r = request(Verb::AllReduce);
+    Request r = request(OpType::AllReduce);
     r.reduce_op = ReduceOp::Sum;
     r.sources = r.targets = {buffer(data)};
     auto op = start(e, std::move(r));
@@ -635,7 +636,7 @@ void check_faults(int size) {
     });
     expect(e.wait(*op, std::nullopt, nullptr), "lost: not done");
     const Failure* f = op->failure();
-    expect(f && f->kind == Failure::Kind::RankLost && f->ranks == std::vector<int>{0},
+    expect(f && f->kind == ErrorKind::RankLost && f->ranks == std::vector<int>{0},
            "lost: " + (f ? f->text : "no failure"));
     watcher.join();
   });
@@ -645,9 +646,9 @@ void check_faults(int size) {
       std::this_thread::sleep_for(milliseconds(50));
       e.abort("the test aborts");
     }
-    auto op = start(e, request(Verb::Barrier));
+    auto op = start(e, request(OpType::Barrier));
     expect(e.wait(*op, std::nullopt, nullptr), "abort: not done");
-    expect(op->failure() && op->failure()->kind == Failure::Kind::Closed, "abort");
+    expect(op->failure() && op->failure()->kind == ErrorKind::Closed, "abort");
   });
   // A wait with a timeout of its own gives up alone; the collective goes on.
   std::latch gave_up(size - 1);
@@ -655,7 +656,7 @@ void check_faults(int size) {
     if (e.rank() == 0) {
       gave_up.wait();
     }
-    auto op = start(e, request(Verb::Barrier));
+    auto op = start(e, request(OpType::Barrier));
     if (e.rank() != 0) {
       expect(!e.wait(*op, milliseconds(20), nullptr), "wait with a timeout");
       gave_up.count_down();
@@ -668,7 +669,7 @@ void check_faults(int size) {
     if (e.rank() == 0) {
       stopped.wait();
     }
-    auto op = start(e, request(Verb::Barrier));
+    auto op = start(e, request(OpType::Barrier));
     if (e.rank() != 0) {
       bool interrupted = false;
       try {
@@ -752,7 +753,7 @@ void check_spread() {
     CPU_ZERO(&one);
     CPU_SET(first, &one);
     sched_setaffinity(0, sizeof(one), &one);
-    finish(e, *start(e, request(Verb::Barrier)), "barrier on one core");
+    finish(e, *start(e, request(OpType::Barrier)), "barrier on one core");
     sched_setaffinity(0, sizeof(allowed), &allowed);
     for (int i = 0; i < 1000; ++i) {
       check_all_reduce(e, 10, true, i);

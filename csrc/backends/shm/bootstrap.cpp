@@ -34,8 +34,8 @@
 #include <type_traits>
 #include <utility>
 
-#include "backends/rendezvous.h"
 #include "backends/shm/liveness.h"
+#include "control/handshake.h"
 
 namespace c10d_ext::shm {
 

@@ -11,7 +11,6 @@
 #include <algorithm>
 #include <array>
 #include <memory>
-#include <sstream>
 
 #include "backends/shm/team.h"
 
@@ -307,10 +306,10 @@ class Collective {
   const int me_;
 
  private:
-  std::optional<Failure> mismatch(std::string text, std::vector<int> ranks) const {
-    return Failure{Failure::Kind::Mismatch,
-                   std::string(name_of(verb())) + ": " + text + " " + place_.text(),
-                   std::move(ranks), std::string(name_of(verb())), seq_};
+  std::optional<Failure> mismatch(Difference found) const {
+    const std::string op(name_of(verb()));
+    return Failure{ErrorKind::Mismatch, op + ": " + found.text + " " + place_.text(),
+                   std::move(found.ranks), op, seq_};
   }
   std::optional<Failure> compare_tables() const;
 
@@ -321,35 +320,31 @@ class Collective {
   bool all_even_ = true;
 };
 
-std::string describe(const CollectiveHeader& d) {
-  std::ostringstream out;
-  const Verb verb = static_cast<Verb>(d.verb);
-  const DType dtype = static_cast<DType>(d.dtype);
-  out << name_of(verb) << '(';
-  if (verb != Verb::Barrier) {
-    const size_t element = std::max<size_t>(size_of(dtype), 1);
-    if (d.even) {
-      out << d.bytes / element << " x ";
-    }
-    out << name_of(dtype);
-    if (verb == Verb::SparseAllReduce) {
-      out << " of shape " << text_of_shapes(d.members_sizes) << " with " << d.members
-          << " sparse dimensions";
-    } else if (d.members > 1) {
-      out << " in " << d.members << " tensors of sizes " << text_of_shapes(d.members_sizes);
-    }
-    if (static_cast<ReduceOp>(d.reduce_op) != ReduceOp::None) {
-      out << ", " << name_of(static_cast<ReduceOp>(d.reduce_op));
-    }
-    if (d.root >= 0) {
-      out << ", root " << d.root;
-    }
-    if (!d.even && verb != Verb::SparseAllReduce) {
-      out << ", uneven sizes";
-    }
+// `shapes`: as far as they are compared.
+std::string describe(const CollectiveHeader& d, uint64_t shapes) {
+  Fingerprint said;
+  said.op_type = static_cast<OpType>(d.verb);
+  if (said.op_type == OpType::Barrier) {
+    return text_of(said);
   }
-  out << ')';
-  return out.str();
+  const DType dtype = static_cast<DType>(d.dtype);
+  const bool sparse = said.op_type == OpType::SparseAllReduce;
+  said.unit = name_of(dtype);
+  if (d.even) {
+    said.count = static_cast<int64_t>(d.bytes / std::max<size_t>(size_of(dtype), 1));
+  }
+  said.is_uneven = !d.even && !sparse;
+  if (sparse) {
+    said.details = " of shape " + text_of_shapes(d.members_sizes) + " with " +
+                   std::to_string(d.members) + " sparse dimensions";
+  } else if (d.members > 1) {
+    said.details =
+        " in " + std::to_string(d.members) + " tensors of sizes " + text_of_shapes(d.members_sizes);
+  }
+  said.reduce_op = static_cast<ReduceOp>(d.reduce_op);
+  said.root = d.root;
+  said.shapes = shapes;
+  return text_of(said);
 }
 
 std::optional<Failure> Collective::compare(bool strict) {
@@ -369,20 +364,10 @@ std::optional<Failure> Collective::compare(bool strict) {
            a.members_sizes == b.members_sizes &&
            (!strict || !all_even_ || shapes_agree(a.shapes, b.shapes));
   };
-  std::vector<int> others;
-  for (int p = 1; p < n_; ++p) {
-    if (!agree(all[0], all[static_cast<size_t>(p)])) {
-      others.push_back(p);
-    }
-  }
-  if (!others.empty()) {
-    const auto said = [&](size_t rank) {
-      const uint64_t shapes = strict ? all[rank].shapes : 0;
-      return describe(all[rank]) + (shapes != 0 ? " of shape " + text_of_shapes(shapes) : "");
-    };
-    const std::string text = text_of_difference(
-        all.size(), seq_, [&](size_t a, size_t b) { return agree(all[a], all[b]); }, said);
-    return mismatch(text, others);
+  if (auto found = difference_of_calls(
+          all.size(), seq_, [&](size_t a, size_t b) { return agree(all[a], all[b]); },
+          [&](size_t rank) { return describe(all[rank], strict ? all[rank].shapes : 0); })) {
+    return mismatch(std::move(*found));
   }
   if (request_.reduce_op == ReduceOp::PremulSum) {
     for (const CollectiveHeader& d : all) {
@@ -401,24 +386,13 @@ std::optional<Failure> Collective::compare_tables() const {
     std::memcpy(&sends[p * n], team_.table(static_cast<int>(p), seq_, 0), n * sizeof(uint64_t));
     std::memcpy(&expects[p * n], team_.table(static_cast<int>(p), seq_, 1), n * sizeof(uint64_t));
   }
-  for (size_t from = 0; from < n; ++from) {
-    for (size_t to = 0; to < n; ++to) {
-      const bool concerned = verb() == Verb::Gather    ? static_cast<int>(to) == request_.root
-                             : verb() == Verb::Scatter ? static_cast<int>(from) == request_.root
-                                                       : true;
-      const uint64_t sent = sends[from * n + to];
-      const uint64_t expected = expects[to * n + from];
-      if (concerned && sent != expected) {
-        std::ostringstream text;
-        const size_t element = std::max<size_t>(size_of(request_.dtype), 1);
-        text << "what a rank sends must be what the other expects, got " << sent / element << " x "
-             << name_of(request_.dtype) << " from rank " << from << " for rank " << to
-             << ", which expects " << expected / element << ", in collective " << seq_;
-        return mismatch(text.str(), {static_cast<int>(from), static_cast<int>(to)});
-      }
-    }
-  }
-  return std::nullopt;
+  const auto element = static_cast<int64_t>(std::max<size_t>(size_of(request_.dtype), 1));
+  auto found = difference_of_parts(
+      verb(), n, seq_, [&](size_t) { return request_.root; },
+      [&](size_t from, size_t to) { return static_cast<int64_t>(sends[from * n + to]); },
+      [&](size_t from, size_t to) { return static_cast<int64_t>(expects[to * n + from]); }, element,
+      [&](size_t) { return std::string(name_of(request_.dtype)); });
+  return found ? mismatch(std::move(*found)) : std::nullopt;
 }
 
 void Collective::read_eagerly() const {

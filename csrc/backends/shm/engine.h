@@ -15,51 +15,14 @@
 
 #include "backends/shm/bootstrap.h"
 #include "backends/shm/kernels.h"
+#include "base/errors.h"
+#include "base/fingerprint.h"
+#include "base/types.h"
 
 namespace c10d_ext::shm {
 
-enum class Verb : uint8_t {
-  Barrier,
-  AllReduce,
-  Reduce,
-  Broadcast,
-  AllGather,
-  ReduceScatter,
-  AllToAll,
-  Gather,
-  Scatter,
-  Send,
-  Recv,
-  SparseAllReduce,
-};
-
-std::string_view name_of(Verb verb);
-
-// "every rank must ..., got a on ranks 0 and 2, b on rank 1 in collective 7": what ranks 0, 1, ...
-// have said that do not agree.
-std::string text_of_difference(size_t ranks, uint64_t seq,
-                               const std::function<bool(size_t, size_t)>& agree,
-                               const std::function<std::string(size_t)>& said);
-
-// "what is sent must be what is received, got ...": of a message that does not fit its receiver's
-// tensor.
-std::string text_of_misfit(int from, uint64_t sent, DType sent_dtype, int to, uint64_t expected,
-                           DType expected_dtype, int64_t tag);
-
-// "the wait must end within ...": of one whose own timeout has passed. `who` names the ranks that
-// are awaited, as far as is known.
-std::string text_of_impatience(std::chrono::milliseconds timeout, const std::string& who);
-
-// What is compared of several shapes (0: none yet), and one more. Shapes that are all the same,
-// with up to 6 dimensions that are not too large for 60 bits, stand for themselves, others are
-// hashed.
-uint64_t add_shape(uint64_t shapes, const int64_t* sizes, size_t dimensions);
-// Whether they do, where both are told.
-bool shapes_agree(uint64_t first, uint64_t second);
-// "[2, 4]", or "hash 1f2e"; empty where there is none.
-std::string text_of_shapes(uint64_t shapes);
-// Of calls that travel together.
-uint64_t join_shapes(uint64_t first, uint64_t second);
+// As everywhere in csrc; the files of the engine have always called it so.
+using Verb = OpType;
 
 struct Piece {
   std::byte* data;
@@ -114,17 +77,6 @@ struct Request {
   // Whether the caller may go on to something else. If not, the thread that waits does the work and
   // the progress thread is left asleep.
   bool async = true;
-};
-
-struct Failure {
-  enum class Kind : uint8_t { RankLost, Timeout, Mismatch, Closed };
-  Kind kind;
-  // The whole text, "(rank 1/4, group 'tp')" included.
-  std::string text;
-  // The ranks at fault: lost, missing, or those that disagree with rank 0.
-  std::vector<int> ranks;
-  std::string op;
-  uint64_t seq = 0;
 };
 
 class Engine;
