@@ -155,17 +155,32 @@ class Rendezvous:
 class CheckedBackend(dist.Backend):
     def __init__(
         self,
-        gloo: dist.Backend,
+        inner: dist.Backend,
         store: dist.Store,
         timeout: timedelta,
         group_name: str,
         global_ranks: GlobalRanks,
         strict: bool,
+        name: str = "shm",
     ) -> None: ...
     @property
-    def gloo(self) -> dist.Backend: ...
+    def inner(self) -> dist.Backend: ...
 
 def set_fallback_connect(connect: Callable[..., dist.Backend]) -> None: ...
 def close_shm_groups(grace: timedelta) -> None: ...
 def close_fallback_groups(grace: timedelta) -> None: ...
 def shm_mapping_bytes(size: int, arena: int) -> int: ...
+def register_backend_capabilities(
+    name: str,
+    *,
+    methods: list[str] | None,
+    futures: bool,
+    reduces_avg: bool,
+    reduces_low_precision: bool,
+    reduces_bitwise: bool,
+    gathers_uneven: bool,
+    keeps_inputs: bool,
+    sends_any_tensor: bool,
+    starts_messages_together: bool,
+    has_blocking_messages: bool,
+) -> None: ...

@@ -29,6 +29,7 @@ if _BUILT_WITH.split(".")[:2] != torch.__version__.split(".")[:2]:
 from torch_c10d_ext import _C as _C
 from torch_c10d_ext import _backends, _exit, _groups, _inductor, errors, functional
 from torch_c10d_ext._async import AsyncCollectiveTensor, pending_count, work_of
+from torch_c10d_ext._capabilities import register_backend_capabilities
 from torch_c10d_ext._dynamo import install, installed, uninstall
 from torch_c10d_ext.report import Compute, Link, communication_report
 
@@ -49,6 +50,7 @@ __all__ = [
     "install",
     "installed",
     "pending_count",
+    "register_backend_capabilities",
     "uninstall",
     "work_of",
 ]

@@ -3,17 +3,25 @@
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <limits>
 #include <mutex>
 
+#include "backends/adapter/adapter.h"
+#include "backends/adapter/messages.h"
 #include "base/gil.h"
+#include "base/memory.h"
 #include "collectives/resolve_group.h"
+#include "work/blocking_work.h"
+#include "work/pending.h"
 
 namespace c10d_ext {
 
 namespace {
+
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 struct Ticket {
   at::Tensor memory;
@@ -79,6 +87,16 @@ std::vector<c10::intrusive_ptr<c10d::Work>> start_messages_of(
     }
   }
   return start_messages(name_of(messages), group, messages);
+}
+
+std::vector<WorkPtr> start_messages(std::string_view op, const Group& group,
+                                    c10::ArrayRef<Message> messages) {
+  const at::Tensor& like = messages.front().tensor;
+  c10::OptionalDeviceGuard device_guard;
+  if (!like.is_cpu()) {
+    device_guard.reset_device(like.device());
+  }
+  return start_messages(Adapter(op, group, like), op, group, messages);
 }
 
 at::Tensor empty_ticket(const at::Tensor& like) {

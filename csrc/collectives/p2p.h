@@ -8,6 +8,7 @@
 #include <string_view>
 #include <vector>
 
+#include "backends/request.h"
 #include "base/group.h"
 
 namespace c10d {
@@ -16,15 +17,6 @@ class Work;
 
 // Point to point, as ops and eager calls share it.
 namespace c10d_ext {
-
-// One message of this rank. `tensor` is read until it has been sent, or written when it arrives.
-struct Message {
-  at::Tensor tensor;
-  bool sends;
-  int64_t peer;  // of the group; kAnySource
-  int64_t tag;
-};
-constexpr int64_t kAnySource = -1;
 
 // Starts messages, together where the backend would otherwise wait for one before the next, and
 // returns the work of each. Nothing is attached to a storage. Not for meta tensors.

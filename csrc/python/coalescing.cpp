@@ -287,7 +287,8 @@ bool write_all_gather_block(bool async_op, const Tensors& inputs, const Tensors&
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const SyncScope manner(!async_op);
   const Group group = resolve_group(op, group_name);
-  start_all_gather_coalesced(op, group, prepared(op, group, inputs, outputs), outputs);
+  submit(group, CollectiveRequest::all_gather_coalesced(op, prepared(op, group, inputs, outputs),
+                                                        outputs));
   return true;
 }
 
@@ -305,7 +306,7 @@ bool write_reduce_scatter_block(bool async_op, const Tensors& inputs, const Tens
   const Tensors sources = prepared(op, group, inputs, outputs);
   const Reduction reduction =
       parse_reduction(op, group, reduce_op, factor, inputs[0].scalar_type());
-  start_reduce_scatter_coalesced(op, group, sources, outputs, reduction);
+  submit(group, CollectiveRequest::reduce_scatter_coalesced(op, sources, outputs, reduction));
   return true;
 }
 

@@ -22,6 +22,7 @@
 #include "frontend/lazy/lazy.h"
 #include "frontend/older_vmap.h"
 #include "frontend/result_memory.h"
+#include "python/capabilities.h"
 #include "python/coalescing.h"
 #include "work/future.h"
 #include "work/pending.h"
@@ -211,6 +212,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_shm(m);
   bind_fallback(m);
   bind_works(m);
+  bind_capabilities(m);
   lazy::register_kernels();
 
   m.attr("torch_version") = C10D_EXT_TORCH_VERSION;

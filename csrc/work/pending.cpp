@@ -421,7 +421,7 @@ class PendingWork : public c10d::Work {
       if (!error_) {
         // Kept on failure, so that the storages stay known as the ones that never got their data.
         outputs = outputs_;
-        // Of a claimed work result() and a later future have them.
+        // Of a caller's work result() and a later future have them.
         if (!future_ && !begun_ && !handed_out_) {
           outputs_.clear();
         }
@@ -709,10 +709,6 @@ bool subscribe_if_possible(c10d::Work& work, std::function<void(std::exception_p
 
 void attach(std::string_view op, const Group& group, at::TensorList outputs,
             const c10::intrusive_ptr<c10d::Work>& work, Finish finish, Subscribe subscribe) {
-  if (auto* claim = Claim::here()) {
-    claim->attach(op, group, work, subscribe);
-    return;
-  }
   const bool cpu = outputs.empty() || outputs.front().is_cpu();
   if (!work || (cpu && work->isCompleted() && work->isSuccess())) {
     note_over(at::Tensor(), WorkInfo());
@@ -745,64 +741,29 @@ void attach(std::string_view op, const Group& group, at::TensorList outputs,
 
 c10::intrusive_ptr<c10d::Work> follow(std::string_view op, const Group& group, at::Tensor tensor,
                                       c10::intrusive_ptr<c10d::Work> work, Finish finish,
-                                      int64_t source, bool timed) {
+                                      int64_t source, bool timed,
+                                      std::optional<c10d::OpType> type) {
   const auto begun = Clock::now();
   auto message =
       c10::make_intrusive<PendingWork>(op, group, std::vector<at::Tensor>{std::move(tensor)},
                                        std::move(work), std::move(finish), source, timed);
-  if (const auto* claim = Claim::here()) {
-    message->time_as(claim->type(), begun);
+  if (type) {
+    message->time_as(*type, begun);
   }
   return message;
 }
 
-namespace {
-thread_local Claim* claim_here = nullptr;
-}  // namespace
-
-Claim::Claim(CheckedBackend& backend, const Fingerprint* called, c10d::OpType type,
-             std::vector<at::Tensor> outputs, Around around, std::chrono::milliseconds timeout)
-    : backend_(backend),
-      called_(called),
-      type_(type),
-      timeout_(timeout),
-      begun_(Clock::now()),
-      outputs_(std::move(outputs)),
-      around_(std::move(around)),
-      outer_(claim_here) {
-  claim_here = this;
-}
-
-Claim::~Claim() {
-  claim_here = outer_;
-}
-
-Claim* Claim::here() {
-  return claim_here;
-}
-
-Begin Claim::around(Begin begin) {
-  return [around = std::exchange(around_, {}), begin = std::move(begin)] {
-    if (around.before) {
-      around.before();
-    }
-    Started started = begin();
-    started.finish = then(std::move(started.finish), around.after);
-    return started;
-  };
-}
-
-void Claim::attach(std::string_view op, const Group& group,
-                   const c10::intrusive_ptr<c10d::Work>& work, Subscribe subscribe) {
-  auto pending = c10::make_intrusive<PendingWork>(op, group, outputs_, work, Finish(), subscribe);
-  pending->time_as(type_, begun_);
-  pending->write(outputs_);
+c10::intrusive_ptr<c10d::Work> work_for_caller(std::string_view op, const Group& group,
+                                               at::TensorList outputs,
+                                               c10::intrusive_ptr<c10d::Work> work,
+                                               Subscribe subscribe, c10d::OpType type,
+                                               Clock::time_point begun) {
+  auto pending =
+      c10::make_intrusive<PendingWork>(op, group, outputs, std::move(work), Finish(), subscribe);
+  pending->time_as(type, begun);
+  pending->write(outputs.vec());
   pending->complete_by_itself();
-  work_ = std::move(pending);
-}
-
-c10::intrusive_ptr<c10d::Work> Claim::take() {
-  return std::move(work_);
+  return pending;
 }
 
 void attach_message(const c10::intrusive_ptr<c10d::Work>& message) {

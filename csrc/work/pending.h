@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -19,9 +20,6 @@ enum class OpType : std::uint8_t;
 }  // namespace c10d
 
 namespace c10d_ext {
-
-class CheckedBackend;
-struct Fingerprint;
 
 // What remains to be done on this rank once the data is there (convert, scatter into strides,
 // reduce what was gathered). Runs once, below autograd: on the thread that completes a CPU
@@ -58,74 +56,23 @@ bool subscribe_if_possible(c10d::Work& work, std::function<void(std::exception_p
 void attach(std::string_view op, const Group& group, at::TensorList outputs,
             const c10::intrusive_ptr<c10d::Work>& work, Finish finish, Subscribe subscribe);
 
-// While one lives, what this thread starts belongs to who made it, and not to the storages that it
-// writes: attach() leaves no entry anywhere. For one collective, or messages, of a backend.
-class Claim {
- public:
-  // What is done on this rank before the collective reads anything, and after all that it leaves to
-  // do itself.
-  struct Around {
-    Finish before;
-    Finish after;
-  };
-  // `backend`: whose verb it is. `called`: what the verb says to the other ranks, null: nothing.
-  // `outputs`: what result() and the future of the work hold. `timeout`: of the call, negative: the
-  // group's.
-  Claim(CheckedBackend& backend, const Fingerprint* called, c10d::OpType type,
-        std::vector<at::Tensor> outputs, Around around, std::chrono::milliseconds timeout);
-  ~Claim();
-  Claim(const Claim&) = delete;
-  Claim& operator=(const Claim&) = delete;
-
-  // Of this thread, or null.
-  static Claim* here();
-
-  CheckedBackend& backend() const {
-    return backend_;
-  }
-  const Fingerprint* called() const {
-    return called_;
-  }
-  c10d::OpType type() const {
-    return type_;
-  }
-  std::chrono::milliseconds timeout() const {
-    return timeout_;
-  }
-
-  // `begin` with what is done before and after. Once.
-  Begin around(Begin begin);
-
-  // Whether something is in flight.
-  bool has_work() const {
-    return work_ != nullptr;
-  }
-  // The work. Once.
-  c10::intrusive_ptr<c10d::Work> take();
-
-  // attach() under a claim.
-  void attach(std::string_view op, const Group& group, const c10::intrusive_ptr<c10d::Work>& work,
-              Subscribe subscribe);
-
- private:
-  CheckedBackend& backend_;
-  const Fingerprint* const called_;
-  const c10d::OpType type_;
-  const std::chrono::milliseconds timeout_;
-  const std::chrono::steady_clock::time_point begun_;
-  std::vector<at::Tensor> outputs_;
-  Around around_;
-  c10::intrusive_ptr<c10d::Work> work_;
-  Claim* const outer_;
-};
+// A started collective as a work of its own, for who called a method of c10d: it is in no table.
+// `outputs`: what result() and its future hold; `type` and `begun`: of the call, which is timed
+// here and not by the backend.
+c10::intrusive_ptr<c10d::Work> work_for_caller(std::string_view op, const Group& group,
+                                               at::TensorList outputs,
+                                               c10::intrusive_ptr<c10d::Work> work,
+                                               Subscribe subscribe, c10d::OpType type,
+                                               std::chrono::steady_clock::time_point begun);
 
 // A started message as a work of its own, which whoever started it keeps: it is attached to no
 // storage. `source`: the rank that sends it, -1 where the backend will know; `timed`: the backend's
 // work knows its duration. The caller's work is dropped: the message still arrives, but `finish`
-// may not run.
+// may not run. `type`: of a method of c10d that was called, whose work is timed here.
 c10::intrusive_ptr<c10d::Work> follow(std::string_view op, const Group& group, at::Tensor tensor,
                                       c10::intrusive_ptr<c10d::Work> work, Finish finish,
-                                      int64_t source, bool timed);
+                                      int64_t source, bool timed,
+                                      std::optional<c10d::OpType> type = std::nullopt);
 
 // Attaches a message, as follow() gives it, to its tensor's storage, so that wait_tensor finds it.
 void attach_message(const c10::intrusive_ptr<c10d::Work>& message);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -8,14 +9,14 @@
 #include <optional>
 #include <string>
 #include <string_view>
-#include <typeinfo>
 #include <utility>
 
-#include "backends/checked/backend.h"
+#include "backends/backend.h"
+#include "backends/capabilities.h"
+#include "backends/request.h"
 #include "base/group.h"
 #include "base/memory.h"
 #include "base/reduction.h"
-#include "work/blocking_work.h"
 #include "work/pending.h"
 
 // torch 2.13 renamed _allgather_base, alltoall_base and their kin; 2.11 has the old names alone.
@@ -23,51 +24,29 @@
 
 namespace c10d_ext {
 
-// A backend and what it can do; a ProcessGroup without backends (one written in Python, say) is
-// used through its own virtual methods, which have the same names. Copies may outlive the call.
-class Carrier {
+// How one call reaches a c10d::Backend of others, with what that can do. A ProcessGroup without
+// backends (one written in Python, say) is used through its own virtual methods, which have the
+// same names. Copies may outlive the call.
+class Adapter {
  public:
-  Carrier(std::string_view op, const Group& group, const at::Tensor& t)
-      : op_(op), place_({}, group.name(), group.rank(), group.size()) {
-    auto* pg = static_cast<c10d::ProcessGroup*>(group.process_group());
-    const Claim* claim = Claim::here();
-    if (claim != nullptr) {
-      timeout_ = claim->timeout();
-    }
-    if (!pg->hasBackends()) {
-      process_group_ = pg;
-      has_future_ = t.is_cpu();
-      return;
-    }
-    try {
-      backend_ = pg->getBackend(t.device().type());
-    } catch (const c10::Error&) {
-      value_error(op, group, "the group must have a backend for the tensor's device, got ",
-                  t.device());
-    }
-    if (claim != nullptr) {
-      checked_ = &claim->backend();
-    } else if (auto* found = backend_.get(); typeid(*found) == typeid(CheckedBackend)) {
-      checked_ = static_cast<CheckedBackend*>(found);
-      backend_ = checked_->gloo();
-    }
-    const std::string name = backend_->getBackendName();
-    gloo_ = name == "gloo";
-    nccl_ = name == "nccl";
-    complete_ = name == "shm" || name == "fake";
-    timed_ = name == "shm";
-    has_future_ = gloo_ || timed_;
-  }
+  // Of the backend that serves the device of `t` in `group`.
+  Adapter(std::string_view op, const Group& group, const at::Tensor& t);
+  // Of one backend, for who decorates it. `timeout`: of the call; none: the backend's.
+  Adapter(std::string_view op, const Group& group, c10::intrusive_ptr<c10d::Backend> backend,
+          const Capabilities& capabilities, std::optional<std::chrono::milliseconds> timeout);
+
+  // Starts the collective and attaches it to the storages that it writes.
+  void post(const Group& group, const CollectiveRequest& request) const;
 
   // A process group without backends passes most of what it was not given on to the backends that
   // it does not have.
-  template <class Verb>
-  c10::intrusive_ptr<c10d::Work> start(Verb&& verb) const {
+  template <class Call>
+  c10::intrusive_ptr<c10d::Work> start(Call&& call) const {
     if (backend_) {
-      return verb(*backend_);
+      return call(*backend_);
     }
     try {
-      return verb(*process_group_);
+      return call(*process_group_);
     } catch (const c10::Error& error) {
       if (std::string_view(error.what()).find("No backend type associated") ==
           std::string_view::npos) {
@@ -79,7 +58,18 @@ class Carrier {
     }
   }
 
-  // A verb's options, with the timeout of the call that it serves.
+  // Starts a message. `call` is told the backend and who has the message's other end.
+  template <class Call>
+  c10::intrusive_ptr<c10d::Work> start_message(const Message& message, Call&& call) const {
+    if (own_ != nullptr) {
+      return own_->post_message(message, call);
+    }
+    check_has(message.sends ? Method::Send : Method::Recv);
+    const auto peer = static_cast<int>(message.peer);
+    return start([&](auto& backend) { return call(backend, peer); });
+  }
+
+  // A method's options, with the timeout of the call that it serves.
   template <class Options>
   Options options() const {
     Options options;
@@ -89,65 +79,39 @@ class Carrier {
     return options;
   }
 
+  const Capabilities& can() const {
+    return can_;
+  }
+  bool has(Method method) const {
+    return can_.methods.has(method);
+  }
+  // Raises what says what the backend lacks.
+  void check_has(Method method) const;
+  // A process group that may lack even what it is said to have.
+  bool is_process_group() const {
+    return process_group_ != nullptr;
+  }
+
   ReductionPlan plan(const Reduction& reduction, c10::ScalarType dtype) const {
-    // shm's min and max are NaN where a rank's value is, and so they are over gloo.
-    return plan_reduction(reduction.op, dtype, nccl_ || complete_, !nccl_, checked_ == nullptr);
+    return plan_reduction(reduction.op, dtype, can_.reduces_low_precision, can_.reduces_bitwise,
+                          can_.keeps_nan);
   }
-
-  // gloo's own reduce-scatter is an all-reduce without a future.
-  bool has_reduce_scatter() const {
-    return !gloo_ && !process_group_;
+  // Whether barrier() can be called now.
+  bool may_call_barrier() const {
+    return has(Method::Barrier) && (!can_.barrier_blocks_host || may_query_device());
   }
-  // Of a process group written in Python C++ reaches a few verbs alone: neither those with a root
-  // nor the gather into one tensor. They are made of all_reduce and all_to_all.
-  bool has_rooted() const {
-    return !process_group_;
-  }
-  // Parts to or from one rank. The verbs of torch.distributed exchange them, which can be of any
-  // sizes there, and are to be met.
-  bool has_rooted_parts() const {
-    return has_rooted() && checked_ == nullptr;
-  }
-  bool has_all_gather() const {
-    return !process_group_;
-  }
-  // Uneven lists of tensors in all_gather and reduce_scatter.
-  bool has_uneven_lists() const {
-    return nccl_ || complete_;
-  }
-  bool has_avg(bool reduce_to_one) const {
-    return nccl_ || complete_ || (gloo_ && !reduce_to_one);
-  }
-  bool has_coalesced() const {
-    return nccl_ || complete_;
-  }
-  // The wait for nccl's blocks the host, which no capture allows. It is an all_reduce of one float,
-  // with or without the name.
-  bool has_barrier() const {
-    return !nccl_ || may_query_device();
-  }
-
-  // Messages of any dtype and strides.
-  bool has_any_message() const {
-    return complete_;
-  }
-  // One message is not done before its peer's is started, so several must start as one.
-  bool starts_messages_together() const {
-    return nccl_;
-  }
-  // A message as a work that any number of threads can ask and wait for.
-  c10::intrusive_ptr<c10d::Work> askable(c10::intrusive_ptr<c10d::Work> work) const {
-    return gloo_ && checked_ == nullptr ? adapt_blocking_work(std::move(work)) : work;
-  }
-
-  // Works know how long they took.
-  bool is_timed() const {
-    return timed_;
-  }
-
-  // Gloo and nccl keep a collective's inputs alive themselves; of others nothing is known.
+  // What keeps a collective's input.
   Finish keep(const at::Tensor& t) const {
-    return gloo_ || nccl_ ? Finish() : Finish([t = alias_of(t)] {});
+    return can_.keeps_inputs ? Finish() : Finish([t = alias_of(t)] {});
+  }
+  Subscribe subscribe() const;
+
+  // Around calls that start as one, which the work of the second holds.
+  void begin_batch(c10::DeviceType device) const {
+    backend_ ? backend_->startCoalescing() : process_group_->startCoalescing(device);
+  }
+  c10::intrusive_ptr<c10d::Work> end_batch(c10::DeviceType device) const {
+    return backend_ ? backend_->endCoalescing() : process_group_->endCoalescing(device);
   }
 
   int64_t rank() const {
@@ -157,34 +121,18 @@ class Carrier {
     return place_.size();
   }
 
- protected:
-  // Ranks agree before they send anything, and what they call in flight begins in its turn.
-  CheckedBackend* checked_backend() const {
-    return checked_;
-  }
-  // Around calls that start as one, which the work of the second holds.
-  void begin_batch(c10::DeviceType device) const {
-    backend_ ? backend_->startCoalescing() : process_group_->startCoalescing(device);
-  }
-  c10::intrusive_ptr<c10d::Work> end_batch(c10::DeviceType device) const {
-    return backend_ ? backend_->endCoalescing() : process_group_->endCoalescing(device);
-  }
-  Subscribe subscribe() const {
-    return !has_future_ ? nullptr : process_group_ ? &subscribe_if_possible : &subscribe_to_future;
-  }
-
  private:
   std::string_view op_;  // the names of ops are literals
   Group place_;
   c10::intrusive_ptr<c10d::Backend> backend_;
   c10d::ProcessGroup* process_group_ = nullptr;
-  CheckedBackend* checked_ = nullptr;
+  CollectiveBackend* own_ = nullptr;  // backend_, where that is one
+  Capabilities can_;
   std::optional<std::chrono::milliseconds> timeout_;
-  bool gloo_ = false;
-  bool nccl_ = false;
-  bool complete_ = false;
-  bool has_future_ = false;
-  bool timed_ = false;
 };
+
+// The request with tensors that live as long as it needs them, and whose sources stay as they are
+// now whatever their owner writes: of a collective that an op has called.
+HeldRequest held(const CollectiveRequest& request);
 
 }  // namespace c10d_ext

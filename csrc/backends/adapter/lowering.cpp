@@ -146,40 +146,41 @@ Finish reduce_rows_later(const at::Tensor& bytes, const Contribution& sent,
   };
 }
 
-Started all_to_all_bytes(const Carrier& carrier, const at::Tensor& source_bytes,
+Started all_to_all_bytes(const Adapter& adapter, const at::Tensor& source_bytes,
                          const at::Tensor& out_bytes, std::vector<int64_t> out_splits,
                          std::vector<int64_t> in_splits) {
+  adapter.check_has(Method::AllToAllSingle);
   at::Tensor in = source_bytes;
   at::Tensor out = out_bytes;
-  const auto options = carrier.options<c10d::AllToAllOptions>();
-  WorkPtr work = carrier.start([&](auto& backend) {
+  const auto options = adapter.options<c10d::AllToAllOptions>();
+  WorkPtr work = adapter.start([&](auto& backend) {
     return backend.alltoall_base(out, in, out_splits, in_splits, options);
   });
-  return {work, carrier.keep(in)};
+  return {work, adapter.keep(in)};
 }
 
-Started all_gather_bytes(const Carrier& carrier, const at::Tensor& source_bytes,
+Started all_gather_bytes(const Adapter& adapter, const at::Tensor& source_bytes,
                          const at::Tensor& out_bytes) {
-  const int64_t ranks = carrier.size();
-  if (!carrier.has_all_gather()) {
+  const int64_t ranks = adapter.size();
+  if (!adapter.has(Method::AllGatherIntoTensor)) {
     const std::vector<int64_t> splits(ranks, source_bytes.numel());
-    return all_to_all_bytes(carrier, source_bytes.repeat({ranks}), out_bytes, splits, splits);
+    return all_to_all_bytes(adapter, source_bytes.repeat({ranks}), out_bytes, splits, splits);
   }
   at::Tensor in = source_bytes;
   at::Tensor out = out_bytes;
-  const auto options = carrier.options<c10d::AllgatherOptions>();
+  const auto options = adapter.options<c10d::AllgatherOptions>();
   WorkPtr work =
-      carrier.start([&](auto& backend) { return backend._allgather_base(out, in, options); });
-  return {work, carrier.keep(in)};
+      adapter.start([&](auto& backend) { return backend._allgather_base(out, in, options); });
+  return {work, adapter.keep(in)};
 }
 
-Started gather_and_reduce(const Carrier& carrier, const at::Tensor& source, const at::Tensor& out,
+Started gather_and_reduce(const Adapter& adapter, const at::Tensor& source, const at::Tensor& out,
                           const Reduction& reduction, ReductionPlan plan) {
-  const int64_t ranks = carrier.size();
+  const int64_t ranks = adapter.size();
   const Contribution sent = contribution(source, reduction, plan);
   const at::Tensor in = bytes_of(sent.values);
   const at::Tensor all = empty_bytes(ranks * in.numel(), in);
-  Started started = all_gather_bytes(carrier, in, all);
+  Started started = all_gather_bytes(adapter, in, all);
   started.finish =
       then(std::move(started.finish), reduce_rows_later(all, sent, reduction, plan, out, ranks));
   return started;
@@ -219,8 +220,6 @@ Tensors columns(const at::Tensor& matrix, at::TensorList widths_of, int64_t divi
   return parts;
 }
 
-}  // namespace
-
 void reduce_alone(const at::Tensor& source, const at::Tensor& out, const Reduction& reduction) {
   if (reduction.factor) {
     ReductionPlan plan = plan_reduction(ReduceOp::Sum, source.scalar_type(), false, true);
@@ -228,6 +227,24 @@ void reduce_alone(const at::Tensor& source, const at::Tensor& out, const Reducti
     decode(wire, plan, out);
   } else if (!source.is_same(out)) {
     copy_values(out, apart_from(source, out));
+  }
+}
+
+}  // namespace
+
+void run_alone(const CollectiveRequest& request) {
+  for (size_t i = 0; i < request.outs.size(); ++i) {
+    const at::Tensor& source = request.sources[i];
+    const at::Tensor& out = request.outs[i];
+    if (request.type == OpType::Barrier) {
+      continue;
+    }
+    if (request.reduction != nullptr) {
+      const bool is_stacked = request.type == OpType::ReduceScatter && request.source_sizes.empty();
+      reduce_alone(is_stacked ? source.reshape(out.sizes()) : source, out, *request.reduction);
+    } else if (!source.is_same(out)) {
+      copy_values(out, apart_from(source, out));
+    }
   }
 }
 
@@ -239,30 +256,32 @@ std::pair<at::Tensor, Finish> landing(const at::Tensor& out) {
   return {buffer, [buffer, out = alias_of(out)] { copy_values(out, buffer); }};
 }
 
-Started all_reduce(const Carrier& carrier, const at::Tensor& input, const at::Tensor& out,
+namespace {
+
+Started all_reduce(const Adapter& adapter, const at::Tensor& input, const at::Tensor& out,
                    const Reduction& reduction) {
   const at::Tensor source = apart_from(input, out);
-  ReductionPlan plan = carrier.plan(reduction, out.scalar_type());
-  if (plan.local_only) {
-    return gather_and_reduce(carrier, source, out, reduction, plan);
+  ReductionPlan plan = adapter.plan(reduction, out.scalar_type());
+  if (plan.local_only || !adapter.has(Method::AllReduce)) {
+    return gather_and_reduce(adapter, source, out, reduction, plan);
   }
   const auto [wire, in_place] = to_wire(source, out, reduction, plan);
-  const bool divide = reduction.op == ReduceOp::Avg && !carrier.has_avg(false);
-  auto options = carrier.options<c10d::AllreduceOptions>();
+  const bool divide = reduction.op == ReduceOp::Avg && !adapter.can().reduces_avg;
+  auto options = adapter.options<c10d::AllreduceOptions>();
   options.reduceOp = wire_op_of(divide ? ReduceOp::Sum : plan.wire_op);
   Tensors tensors{wire};
-  WorkPtr work = carrier.start([&](auto& backend) { return backend.allreduce(tensors, options); });
+  WorkPtr work = adapter.start([&](auto& backend) { return backend.allreduce(tensors, options); });
   Finish finish;
   if (!in_place || divide) {
-    finish = decode_later(wire, plan, out, divide ? carrier.size() : 1);
+    finish = decode_later(wire, plan, out, divide ? adapter.size() : 1);
   }
   return {work, std::move(finish)};
 }
 
-Started exchange_and_reduce(const Carrier& carrier, const at::Tensor& source, const at::Tensor& out,
+Started exchange_and_reduce(const Adapter& adapter, const at::Tensor& source, const at::Tensor& out,
                             const Reduction& reduction, c10::IntArrayRef chunk_elements) {
-  const int64_t ranks = carrier.size();
-  ReductionPlan plan = carrier.plan(reduction, out.scalar_type());
+  const int64_t ranks = adapter.size();
+  ReductionPlan plan = adapter.plan(reduction, out.scalar_type());
   const Contribution sent = contribution(source, reduction, plan);
   const at::Tensor in = bytes_of(sent.values);
   const int64_t elements = c10::sum_integers(chunk_elements);
@@ -271,9 +290,9 @@ Started exchange_and_reduce(const Carrier& carrier, const at::Tensor& source, co
   for (int64_t i = 0; i < ranks; ++i) {
     in_splits[i] = chunk_elements[i] * width;
   }
-  const int64_t mine = in_splits[carrier.rank()];
+  const int64_t mine = in_splits[adapter.rank()];
   const at::Tensor received = empty_bytes(ranks * mine, in);
-  Started started = all_to_all_bytes(carrier, in, received, std::vector<int64_t>(ranks, mine),
+  Started started = all_to_all_bytes(adapter, in, received, std::vector<int64_t>(ranks, mine),
                                      std::move(in_splits));
   if (mine != 0) {
     started.finish = then(std::move(started.finish),
@@ -282,28 +301,28 @@ Started exchange_and_reduce(const Carrier& carrier, const at::Tensor& source, co
   return started;
 }
 
-Started reduce_scatter(const Carrier& carrier, const at::Tensor& input, const at::Tensor& out,
+Started reduce_scatter(const Adapter& adapter, const at::Tensor& input, const at::Tensor& out,
                        const Reduction& reduction) {
   const at::Tensor source = apart_from(input, out);
-  const int64_t ranks = carrier.size();
-  ReductionPlan plan = carrier.plan(reduction, out.scalar_type());
-  if (!carrier.has_reduce_scatter() || plan.local_only) {
-    return exchange_and_reduce(carrier, source, out, reduction,
+  const int64_t ranks = adapter.size();
+  ReductionPlan plan = adapter.plan(reduction, out.scalar_type());
+  if (!adapter.has(Method::ReduceScatterTensor) || plan.local_only) {
+    return exchange_and_reduce(adapter, source, out, reduction,
                                std::vector<int64_t>(ranks, out.numel()));
   }
   at::Tensor in =
       reduction.factor ? scaled(source, reduction, plan) : encode(source, plan, /*may_alias=*/true);
-  const bool divide = reduction.op == ReduceOp::Avg && !carrier.has_avg(false);
+  const bool divide = reduction.op == ReduceOp::Avg && !adapter.can().reduces_avg;
   const bool direct = plan.encoding == ReductionPlan::Encoding::Reinterpret && is_dense(out) &&
                       out.is_complex() == source.is_complex() && !reduction.factor && !divide;
   in = in.view({-1});
   at::Tensor wire = direct ? encode(out, plan, /*may_alias=*/true).view({-1})
                            : at::empty({in.numel() / ranks}, in.options());
-  auto options = carrier.options<c10d::ReduceScatterOptions>();
+  auto options = adapter.options<c10d::ReduceScatterOptions>();
   options.reduceOp = wire_op_of(divide ? ReduceOp::Sum : plan.wire_op);
   WorkPtr work =
-      carrier.start([&](auto& backend) { return backend._reduce_scatter_base(wire, in, options); });
-  Finish finish = carrier.keep(in);
+      adapter.start([&](auto& backend) { return backend._reduce_scatter_base(wire, in, options); });
+  Finish finish = adapter.keep(in);
   if (!direct) {
     const bool pairs = out.is_complex() && !c10::isComplexType(plan.wire_dtype);
     finish = then(std::move(finish),
@@ -312,31 +331,35 @@ Started reduce_scatter(const Carrier& carrier, const at::Tensor& input, const at
   return {work, std::move(finish)};
 }
 
-Started barrier(const Carrier& carrier, const at::Device& device) {
-  if (carrier.has_barrier()) {
-    auto options = carrier.options<c10d::BarrierOptions>();
+Started barrier(const Adapter& adapter, const at::Device& device) {
+  if (adapter.may_call_barrier()) {
+    auto options = adapter.options<c10d::BarrierOptions>();
     options.device = device;
     if (device.has_index()) {
       options.device_ids = {device.index()};
     }
     try {
-      return {carrier.start([&](auto& backend) { return backend.barrier(options); }), Finish()};
+      return {adapter.start([&](auto& backend) { return backend.barrier(options); }), Finish()};
     } catch (const InvalidArgument&) {
-      if (carrier.has_rooted()) {
+      if (!adapter.is_process_group()) {
         throw;
       }
-      // A process group written in Python that does not define it.
+      // One written in Python that does not define it.
     }
   }
   Tensors token{at::zeros({1}, at::dtype(at::kFloat).device(device))};
-  WorkPtr work = carrier.start([&](auto& backend) { return backend.allreduce(token); });
-  return {work, carrier.keep(token[0])};
+  if (!adapter.has(Method::AllReduce)) {
+    return all_gather_bytes(adapter, bytes_of(token[0]),
+                            empty_bytes(adapter.size() * token[0].nbytes(), token[0]));
+  }
+  WorkPtr work = adapter.start([&](auto& backend) { return backend.allreduce(token); });
+  return {work, adapter.keep(token[0])};
 }
 
-Started all_reduce_coalesced(const Carrier& carrier, at::TensorList sources, at::TensorList outs,
+Started all_reduce_coalesced(const Adapter& adapter, at::TensorList sources, at::TensorList outs,
                              const Reduction& reduction) {
-  const ReductionPlan plan = carrier.plan(reduction, outs.front().scalar_type());
-  if (carrier.has_coalesced() && !plan.local_only) {
+  const ReductionPlan plan = adapter.plan(reduction, outs.front().scalar_type());
+  if (adapter.has(Method::AllReduceCoalesced) && !plan.local_only) {
     Tensors wires;
     Finish finish;
     for (size_t i = 0; i < outs.size(); ++i) {
@@ -347,41 +370,44 @@ Started all_reduce_coalesced(const Carrier& carrier, at::TensorList sources, at:
         finish = then(std::move(finish), decode_later(wire, own, outs[i], 1));
       }
     }
-    auto options = carrier.options<c10d::AllreduceCoalescedOptions>();
+    auto options = adapter.options<c10d::AllreduceCoalescedOptions>();
     options.reduceOp = wire_op_of(plan.wire_op);
     WorkPtr work =
-        carrier.start([&](auto& backend) { return backend.allreduce_coalesced(wires, options); });
+        adapter.start([&](auto& backend) { return backend.allreduce_coalesced(wires, options); });
     return {work, std::move(finish)};
   }
   const at::Tensor flat = flattened(sources);
-  Started started = all_reduce(carrier, flat, flat, reduction);
+  Started started = all_reduce(adapter, flat, flat, reduction);
   started.finish = then(std::move(started.finish), unflatten_later(flat, outs));
   return started;
 }
 
-Started reduce(const Carrier& carrier, const at::Tensor& source, const at::Tensor& out,
+Started reduce(const Adapter& adapter, const at::Tensor& source, const at::Tensor& out,
                const Reduction& reduction, int64_t dst) {
-  const bool receives = carrier.rank() == dst;
-  ReductionPlan plan = carrier.plan(reduction, out.scalar_type());
-  if (plan.local_only && !carrier.has_rooted()) {
-    return gather_and_reduce(carrier, source, receives ? out : at::empty_like(out), reduction,
+  const bool receives = adapter.rank() == dst;
+  ReductionPlan plan = adapter.plan(reduction, out.scalar_type());
+  if (!adapter.has(Method::Reduce) && !adapter.has(Method::AllReduce)) {
+    plan.local_only = true;
+  }
+  if (plan.local_only && !adapter.has(Method::Gather)) {
+    return gather_and_reduce(adapter, source, receives ? out : at::empty_like(out), reduction,
                              plan);
   }
   if (plan.local_only) {
     const Contribution sent = contribution(source, reduction, plan);
     Tensors in{bytes_of(sent.values)};
-    const at::Tensor all = receives ? empty_bytes(carrier.size() * in[0].numel(), in[0]) : in[0];
+    const at::Tensor all = receives ? empty_bytes(adapter.size() * in[0].numel(), in[0]) : in[0];
     std::vector<Tensors> lists;
     if (receives) {
-      lists.push_back(rows_of(all, carrier.size()));
+      lists.push_back(rows_of(all, adapter.size()));
     }
-    auto options = carrier.options<c10d::GatherOptions>();
+    auto options = adapter.options<c10d::GatherOptions>();
     options.rootRank = dst;
-    WorkPtr work = carrier.start([&](auto& backend) { return backend.gather(lists, in, options); });
-    Finish finish = carrier.keep(in[0]);
+    WorkPtr work = adapter.start([&](auto& backend) { return backend.gather(lists, in, options); });
+    Finish finish = adapter.keep(in[0]);
     if (receives) {
       finish = then(std::move(finish),
-                    reduce_rows_later(all, sent, reduction, plan, out, carrier.size()));
+                    reduce_rows_later(all, sent, reduction, plan, out, adapter.size()));
     }
     return {work, std::move(finish)};
   }
@@ -392,35 +418,35 @@ Started reduce(const Carrier& carrier, const at::Tensor& source, const at::Tenso
                                                  ? scaled(source, reduction, plan)
                                                  : encode(source, plan, /*may_alias=*/false),
                                              false);
-  const bool divide = reduction.op == ReduceOp::Avg && !carrier.has_avg(true);
-  auto to_all = carrier.options<c10d::AllreduceOptions>();
-  auto to_one = carrier.options<c10d::ReduceOptions>();
+  const bool divide = reduction.op == ReduceOp::Avg && !adapter.can().reduces_avg_to_one;
+  auto to_all = adapter.options<c10d::AllreduceOptions>();
+  auto to_one = adapter.options<c10d::ReduceOptions>();
   to_all.reduceOp = to_one.reduceOp = wire_op_of(divide ? ReduceOp::Sum : plan.wire_op);
   to_one.rootRank = dst;
   Tensors tensors{wire};
-  WorkPtr work = carrier.start([&](auto& backend) {
-    return carrier.has_rooted() ? backend.reduce(tensors, to_one)
-                                : backend.allreduce(tensors, to_all);
+  WorkPtr work = adapter.start([&](auto& backend) {
+    return adapter.has(Method::Reduce) ? backend.reduce(tensors, to_one)
+                                       : backend.allreduce(tensors, to_all);
   });
   Finish finish;
   if (!receives) {
-    finish = carrier.keep(wire);
+    finish = adapter.keep(wire);
   } else if (!in_place || divide) {
-    finish = decode_later(wire, plan, out, divide ? carrier.size() : 1);
+    finish = decode_later(wire, plan, out, divide ? adapter.size() : 1);
   }
   return {work, std::move(finish)};
 }
 
-Started all_gather(const Carrier& carrier, const at::Tensor& source, const at::Tensor& out) {
+Started all_gather(const Adapter& adapter, const at::Tensor& source, const at::Tensor& out) {
   auto [buffer, finish] = landing(out);
   Started started =
-      all_gather_bytes(carrier, bytes_of(dense(apart_from(source, out))), bytes_of(buffer));
+      all_gather_bytes(adapter, bytes_of(dense(apart_from(source, out))), bytes_of(buffer));
   started.finish = then(std::move(started.finish), std::move(finish));
   return started;
 }
 
-Started all_gather_coalesced(const Carrier& carrier, at::TensorList sources, at::TensorList outs) {
-  if (carrier.has_coalesced()) {
+Started all_gather_coalesced(const Adapter& adapter, at::TensorList sources, at::TensorList outs) {
+  if (adapter.has(Method::AllGatherIntoTensorCoalesced)) {
     Tensors ins;
     Tensors buffers;
     Finish finish;
@@ -433,14 +459,14 @@ Started all_gather_coalesced(const Carrier& carrier, at::TensorList sources, at:
       buffers.push_back(bytes_of(buffer));
       finish = then(std::move(finish), std::move(copy));
     }
-    WorkPtr work = carrier.start(
+    WorkPtr work = adapter.start(
         [&](auto& backend) { return backend.allgather_into_tensor_coalesced(buffers, ins); });
     return {work, std::move(finish)};
   }
-  const int64_t ranks = carrier.size();
+  const int64_t ranks = adapter.size();
   const at::Tensor flat = flattened(sources);
   const at::Tensor all = at::empty({ranks, flat.numel()}, flat.options());
-  Started started = all_gather_bytes(carrier, bytes_of(flat), bytes_of(all));
+  Started started = all_gather_bytes(adapter, bytes_of(flat), bytes_of(all));
   started.finish = then(std::move(started.finish), [all, outs = aliases_of(outs), ranks] {
     const Tensors parts = columns(all, outs, ranks);
     for (size_t i = 0; i < outs.size(); ++i) {
@@ -451,7 +477,7 @@ Started all_gather_coalesced(const Carrier& carrier, at::TensorList sources, at:
   return started;
 }
 
-Started all_gather_uneven(const Carrier& carrier, const at::Tensor& source, const at::Tensor& out,
+Started all_gather_uneven(const Adapter& adapter, const at::Tensor& source, const at::Tensor& out,
                           c10::IntArrayRef sizes) {
   auto [buffer, finish] = landing(out);
   const at::Tensor in = bytes_of(dense(source));
@@ -462,28 +488,29 @@ Started all_gather_uneven(const Carrier& carrier, const at::Tensor& source, cons
     split *= width;
   }
   Started started;
-  if (carrier.has_all_gather() && std::equal(splits.begin() + 1, splits.end(), splits.begin())) {
+  if (adapter.has(Method::AllGatherIntoTensor) &&
+      std::equal(splits.begin() + 1, splits.end(), splits.begin())) {
     // Other ranks may have called what takes no sizes.
-    started = all_gather_bytes(carrier, in, all);
-  } else if (carrier.has_uneven_lists()) {
+    started = all_gather_bytes(adapter, in, all);
+  } else if ((adapter.has(Method::AllGather) && adapter.can().gathers_uneven)) {
     std::vector<Tensors> lists{all.split_with_sizes(splits)};
     Tensors ins{in};
-    started.work = carrier.start([&](auto& backend) { return backend.allgather(lists, ins); });
-    started.finish = carrier.keep(in);
+    started.work = adapter.start([&](auto& backend) { return backend.allgather(lists, ins); });
+    started.finish = adapter.keep(in);
   } else {
     // Everyone sends its rows to everyone: exactly the bytes needed on the wire, no padding.
-    const at::Tensor copies = in.repeat({carrier.size()});
-    started = all_to_all_bytes(carrier, copies, all, splits,
-                               std::vector<int64_t>(carrier.size(), in.numel()));
+    const at::Tensor copies = in.repeat({adapter.size()});
+    started = all_to_all_bytes(adapter, copies, all, splits,
+                               std::vector<int64_t>(adapter.size(), in.numel()));
   }
   started.finish = then(std::move(started.finish), std::move(finish));
   return started;
 }
 
-Started reduce_scatter_coalesced(const Carrier& carrier, at::TensorList sources,
+Started reduce_scatter_coalesced(const Adapter& adapter, at::TensorList sources,
                                  at::TensorList outs, const Reduction& reduction) {
   // Row i: what rank i receives of every tensor. One exchange whatever the number of tensors.
-  const int64_t ranks = carrier.size();
+  const int64_t ranks = adapter.size();
   int64_t width = 0;
   for (const auto& out : outs) {
     width += out.numel();
@@ -494,84 +521,101 @@ Started reduce_scatter_coalesced(const Carrier& carrier, at::TensorList sources,
     parts[i].copy_(dense(sources[i]).view({ranks, -1}));
   }
   const at::Tensor reduced = at::empty({width}, flat.options());
-  Started started = reduce_scatter(carrier, flat, reduced, reduction);
+  Started started = reduce_scatter(adapter, flat, reduced, reduction);
   started.finish = then(std::move(started.finish), unflatten_later(reduced, outs));
   return started;
 }
 
-Started broadcast(const Carrier& carrier, const at::Tensor& source, const at::Tensor& out,
+// One rank sends its bytes to everyone, the others send nothing.
+Started broadcast_by_exchange(const Adapter& adapter, const at::Tensor& bytes, Finish finish,
+                              int64_t src) {
+  const int64_t ranks = adapter.size();
+  const bool sends = adapter.rank() == src;
+  const at::Tensor in = sends ? bytes.repeat({ranks}) : empty_bytes(0, bytes);
+  std::vector<int64_t> out_splits(ranks, 0);
+  out_splits[src] = bytes.numel();
+  Started started = all_to_all_bytes(adapter, in, bytes, std::move(out_splits),
+                                     std::vector<int64_t>(ranks, sends ? bytes.numel() : 0));
+  started.finish = then(std::move(started.finish), std::move(finish));
+  return started;
+}
+
+Started broadcast(const Adapter& adapter, const at::Tensor& source, const at::Tensor& out,
                   int64_t src) {
   auto [buffer, finish] = landing(out);
-  if (carrier.rank() == src && !source.is_same(buffer)) {
+  if (adapter.rank() == src && !source.is_same(buffer)) {
     copy_values(buffer, source);
   }
-  auto options = carrier.options<c10d::BroadcastOptions>();
+  auto options = adapter.options<c10d::BroadcastOptions>();
   options.rootRank = src;
   Tensors tensors{bytes_of(buffer)};
-  WorkPtr work = carrier.start([&](auto& backend) { return backend.broadcast(tensors, options); });
+  if (!adapter.has(Method::Broadcast)) {
+    return broadcast_by_exchange(adapter, tensors[0], std::move(finish), src);
+  }
+  WorkPtr work = adapter.start([&](auto& backend) { return backend.broadcast(tensors, options); });
   return {work, std::move(finish)};
 }
 
-Started broadcast_coalesced(const Carrier& carrier, at::TensorList sources, at::TensorList outs,
+Started broadcast_coalesced(const Adapter& adapter, at::TensorList sources, at::TensorList outs,
                             int64_t src) {
   const at::Tensor flat = flattened(sources);
-  Started started = broadcast(carrier, flat, flat, src);
+  Started started = broadcast(adapter, flat, flat, src);
   started.finish = then(std::move(started.finish), unflatten_later(flat, outs));
   return started;
 }
 
-Started all_to_all(const Carrier& carrier, const at::Tensor& source, const at::Tensor& out,
+Started all_to_all(const Adapter& adapter, const at::Tensor& source, const at::Tensor& out,
                    c10::IntArrayRef out_bytes, c10::IntArrayRef in_bytes) {
   const at::Tensor from = source.is_same(out) ? clone_of(source) : apart_from(source, out);
   auto [buffer, finish] = landing(out);
-  Started started = all_to_all_bytes(carrier, bytes_of(dense(from)), bytes_of(buffer),
+  Started started = all_to_all_bytes(adapter, bytes_of(dense(from)), bytes_of(buffer),
                                      out_bytes.vec(), in_bytes.vec());
   started.finish = then(std::move(started.finish), std::move(finish));
   return started;
 }
 
-Started gather(const Carrier& carrier, const at::Tensor& source, const at::Tensor& out,
+Started gather(const Adapter& adapter, const at::Tensor& source, const at::Tensor& out,
                int64_t dst) {
-  const int64_t ranks = carrier.size();
-  const bool receives = carrier.rank() == dst;
+  const int64_t ranks = adapter.size();
+  const bool receives = adapter.rank() == dst;
   Tensors in{bytes_of(dense(source))};
-  if (!carrier.has_rooted_parts()) {
+  if (!adapter.has(Method::Gather) || adapter.can().exchanges_rooted_parts) {
     // Everyone sends to one rank, and nothing to the others.
     std::vector<int64_t> in_splits(ranks, 0);
     in_splits[dst] = in[0].numel();
     auto [buffer, copy] = landing(out);
     Started started =
-        all_to_all_bytes(carrier, in[0], bytes_of(buffer),
+        all_to_all_bytes(adapter, in[0], bytes_of(buffer),
                          std::vector<int64_t>(ranks, receives ? in[0].numel() : 0), in_splits);
     started.finish = then(std::move(started.finish), std::move(copy));
     return started;
   }
   std::vector<Tensors> lists;
-  Finish finish = carrier.keep(in[0]);
+  Finish finish = adapter.keep(in[0]);
   if (receives) {
     auto [buffer, copy] = landing(out);
     lists.push_back(rows_of(bytes_of(buffer), ranks));
     finish = then(std::move(finish), std::move(copy));
   }
-  auto options = carrier.options<c10d::GatherOptions>();
+  auto options = adapter.options<c10d::GatherOptions>();
   options.rootRank = dst;
-  WorkPtr work = carrier.start([&](auto& backend) { return backend.gather(lists, in, options); });
+  WorkPtr work = adapter.start([&](auto& backend) { return backend.gather(lists, in, options); });
   return {work, std::move(finish)};
 }
 
-Started scatter(const Carrier& carrier, const at::Tensor& source, const at::Tensor& out,
+Started scatter(const Adapter& adapter, const at::Tensor& source, const at::Tensor& out,
                 int64_t src) {
-  const int64_t ranks = carrier.size();
-  const bool sends = carrier.rank() == src;
+  const int64_t ranks = adapter.size();
+  const bool sends = adapter.rank() == src;
   auto [buffer, finish] = landing(out);
   Tensors received{bytes_of(buffer)};
-  if (!carrier.has_rooted_parts()) {
+  if (!adapter.has(Method::Scatter) || adapter.can().exchanges_rooted_parts) {
     // One rank sends to everyone, the others send nothing.
     std::vector<int64_t> out_splits(ranks, 0);
     out_splits[src] = received[0].numel();
     const at::Tensor in = sends ? bytes_of(dense(source)) : empty_bytes(0, received[0]);
     Started started =
-        all_to_all_bytes(carrier, in, received[0], std::move(out_splits),
+        all_to_all_bytes(adapter, in, received[0], std::move(out_splits),
                          std::vector<int64_t>(ranks, sends ? received[0].numel() : 0));
     started.finish = then(std::move(started.finish), std::move(finish));
     return started;
@@ -580,13 +624,68 @@ Started scatter(const Carrier& carrier, const at::Tensor& source, const at::Tens
   if (sends) {
     const at::Tensor in = dense(source);
     lists.push_back(rows_of(bytes_of(in), ranks));
-    finish = then(carrier.keep(in), std::move(finish));
+    finish = then(adapter.keep(in), std::move(finish));
   }
-  auto options = carrier.options<c10d::ScatterOptions>();
+  auto options = adapter.options<c10d::ScatterOptions>();
   options.rootRank = src;
   WorkPtr work =
-      carrier.start([&](auto& backend) { return backend.scatter(received, lists, options); });
+      adapter.start([&](auto& backend) { return backend.scatter(received, lists, options); });
   return {work, std::move(finish)};
+}
+
+}  // namespace
+
+Started start(const Adapter& adapter, const HeldRequest& request) {
+  const auto& sources = request.sources;
+  const auto& outs = request.outs;
+  const auto bytes_of_elements = [&](const std::vector<int64_t>& elements) {
+    std::vector<int64_t> bytes = elements;
+    for (auto& count : bytes) {
+      count *= static_cast<int64_t>(outs.front().element_size());
+    }
+    return bytes;
+  };
+  switch (request.type) {
+    case OpType::AllReduce:
+      return request.is_list
+                 ? all_reduce_coalesced(adapter, sources, outs, *request.reduction)
+                 : all_reduce(adapter, sources.front(), outs.front(), *request.reduction);
+    case OpType::Reduce:
+      return reduce(adapter, sources.front(), outs.front(), *request.reduction, request.root);
+    case OpType::AllGather:
+      if (request.is_list) {
+        return all_gather_coalesced(adapter, sources, outs);
+      }
+      return request.out_sizes.empty()
+                 ? all_gather(adapter, sources.front(), outs.front())
+                 : all_gather_uneven(adapter, sources.front(), outs.front(), request.out_sizes);
+    case OpType::ReduceScatter:
+      if (request.is_list) {
+        return reduce_scatter_coalesced(adapter, sources, outs, *request.reduction);
+      }
+      return request.source_sizes.empty()
+                 ? reduce_scatter(adapter, sources.front(), outs.front(), *request.reduction)
+                 : exchange_and_reduce(adapter, sources.front(), outs.front(), *request.reduction,
+                                       request.source_sizes);
+    case OpType::AllToAll:
+      return all_to_all(adapter, sources.front(), outs.front(),
+                        bytes_of_elements(request.out_sizes),
+                        bytes_of_elements(request.source_sizes));
+    case OpType::Broadcast:
+      return request.is_list ? broadcast_coalesced(adapter, sources, outs, request.root)
+                             : broadcast(adapter, sources.front(), outs.front(), request.root);
+    case OpType::Gather:
+      return gather(adapter, sources.front(), outs.front(), request.root);
+    case OpType::Scatter:
+      return scatter(adapter, sources.front(), outs.front(), request.root);
+    case OpType::Barrier:
+      return barrier(adapter, outs.front().device());
+    case OpType::SparseAllReduce:
+    case OpType::Send:
+    case OpType::Recv:
+      break;
+  }
+  TORCH_INTERNAL_ASSERT(false, request.op, ": no collective of this type is lowered");
 }
 
 }  // namespace c10d_ext::lowering

@@ -1,4 +1,4 @@
-// The shm backend's verbs over gloo.
+// Agreement before data, liveness and the names of who is missing, around another backend.
 
 #include "backends/checked/backend.h"
 
@@ -12,23 +12,21 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <algorithm>
 #include <exception>
 #include <numeric>
-#include <type_traits>
 #include <utility>
 
+#include "backends/adapter/capabilities.h"
+#include "backends/adapter/lowering.h"
+#include "backends/adapter/messages.h"
 #include "backends/checked/works.h"
 #include "backends/process_group/splittable_backend.h"
-#include "backends/shm/backend.h"
 #include "base/gil.h"
 #include "base/memory.h"
 #include "base/sparse.h"
 #include "base/timeouts.h"
-#include "collectives/p2p.h"
-#include "collectives/submit.h"
 #include "control/open_groups.h"
 #include "control/rendezvous.h"
 #include "work/coalesced.h"
@@ -124,40 +122,63 @@ at::Tensor from_wire(const at::Tensor& sparse, const at::Tensor& like) {
 // How long a group that is destroyed with work in flight waits for it.
 constexpr std::chrono::milliseconds kGrace{5000};
 
-}  // namespace
-
-Fingerprint fingerprint_of(OpType op_type, at::TensorList like, int64_t count) {
-  const auto scalar_type = like.front().scalar_type();
-  const auto dtype = dtype_of(scalar_type);
-  Fingerprint called;
-  called.op_type = op_type;
-  called.unit = dtype == DType::Bytes ? c10::toString(scalar_type) : name_of(dtype);
-  called.count = count;
-  for (const auto& t : like) {
-    called.shapes = add_shape(called.shapes, t.sizes().data(), static_cast<size_t>(t.dim()));
+// The request with aliases of what it writes and of `sources`, that nobody else can release. One
+// tensor stays one.
+HeldRequest aliased(const CollectiveRequest& request, at::TensorList sources) {
+  HeldRequest kept{request.op,
+                   request.type,
+                   {},
+                   aliases_of(request.outs),
+                   request.reduction != nullptr ? std::optional(*request.reduction) : std::nullopt,
+                   request.root,
+                   request.source_sizes,
+                   request.out_sizes,
+                   request.is_list};
+  for (size_t i = 0; i < sources.size(); ++i) {
+    const bool is_out = request.sources[i].is_same(request.outs[i]);
+    kept.sources.push_back(is_out ? kept.outs[i] : alias_of(sources[i]));
   }
-  return called;
+  return kept;
 }
+
+// Whether it begins in less than a millisecond: few bytes are copied at most.
+bool is_quick(const HeldRequest& request) {
+  constexpr size_t kQuick = size_t{1} << 20;
+  size_t bytes = 0;
+  for (size_t i = 0; i < request.outs.size(); ++i) {
+    const bool is_out = request.sources[i].is_same(request.outs[i]);
+    bytes += request.outs[i].nbytes() + (is_out ? 0 : request.sources[i].nbytes());
+  }
+  return bytes <= kQuick;
+}
+
+}  // namespace
 
 void CheckedBackend::set_connect(Connect connect) {
   connect_backend() = std::move(connect);
 }
 
-CheckedBackend::CheckedBackend(c10::intrusive_ptr<c10d::Backend> gloo,
+CheckedBackend::CheckedBackend(c10::intrusive_ptr<c10d::Backend> inner,
                                c10::intrusive_ptr<c10d::Store> store, const Options& options,
                                GlobalRanks global_ranks, bool strict)
-    : SplittableBackend(gloo->getRank(), gloo->getSize(), options, std::move(store),
+    : SplittableBackend(inner->getRank(), inner->getSize(), options, std::move(store),
                         std::move(global_ranks)),
       ArgumentChecks(group_),
       strict_(strict),
-      gloo_(std::move(gloo)),
-      group_(
-          [this] {
-            auto pg = c10::make_intrusive<c10d::ProcessGroup>(rank_, size_);
-            pg->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::GLOO, gloo_);
-            return pg;
-          }(),
-          options.group_name, rank_, size_),
+      inner_(std::move(inner)),
+      inner_can_([&] {
+        Capabilities can = capabilities_of(inner_->getBackendName());
+        // As over shared memory: NaN where one of them is, and parts that may differ in size.
+        can.keeps_nan = false;
+        can.exchanges_rooted_parts = true;
+        return can;
+      }()),
+      can_([&] {
+        Capabilities can = inner_can_;
+        can.has_blocking_messages = false;
+        return can;
+      }()),
+      group_({}, options.group_name, rank_, size_),
       agreement_([&] {
         const Rendezvous expected(group_, store_, global_ranks_);
         return expected.joined([&] {
@@ -184,39 +205,58 @@ CheckedBackend::~CheckedBackend() {
     if (agreement_->has_abandoned() || agreement_->is_foreign()) {
       // What waits for ranks that are gone nobody can end, and gloo's end would wait for it, or for
       // threads that a fork has left behind.
-      (void)c10::intrusive_ptr<c10d::Backend>(gloo_).release();
+      (void)c10::intrusive_ptr<c10d::Backend>(inner_).release();
     }
-    group_ = Group({}, {}, rank_, size_);
-    gloo_.reset();
+    inner_.reset();
   });
 }
 
 // --- Calls
 // ----------------------------------------------------------------------------------------
 
-template <class Start>
-CheckedBackend::WorkPtr CheckedBackend::run(const Call& call, Tensors outputs, Claim::Around around,
-                                            Start&& start) {
-  WorkPtr work;
-  {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
-    Claim claim(*this, call.called ? &*call.called : nullptr, call.type, std::move(outputs),
-                std::move(around), call.timeout);
-    if constexpr (std::is_void_v<decltype(start())>) {
-      start();
-      if (!claim.has_work()) {
-        // No data, but the ranks meet.
-        attach(call.op, group_, {}, agree(call.op, *call.called, true, [] { return Started(); }),
-               Finish(), &subscribe_to_future);
-      }
-      work = claim.take();
-      if (size_ == 1) {
-        work->wait(kNoTimeout);  // the ops do what comes next without asking anybody
-      }
-    } else {
-      work = start();  // of a message, which nobody else waits for
-    }
+Adapter CheckedBackend::inner(string_view op, Milliseconds timeout) const {
+  const bool is_own = timeout > Milliseconds(0);
+  return Adapter(op, group_, inner_, inner_can_, is_own ? std::optional(timeout) : std::nullopt);
+}
+
+CheckedBackend::WorkPtr CheckedBackend::run(const Call& call, Tensors outputs, Around around,
+                                            const CollectiveRequest& request) {
+  if (request.is_empty()) {
+    // No data, but the ranks meet.
+    return run(
+        call, std::move(outputs), std::move(around), [] { return Started(); },
+        /*quick=*/true);
   }
+  const auto kept = std::make_shared<HeldRequest>(aliased(request, request.sources));
+  return run(
+      call, std::move(outputs), std::move(around),
+      [kept, adapter = inner(call.op, call.timeout)] { return lowering::start(adapter, *kept); },
+      is_quick(*kept));
+}
+
+CheckedBackend::WorkPtr CheckedBackend::run(const Call& call, Tensors outputs, Around around,
+                                            Begin begin, bool quick) {
+  const auto begun = std::chrono::steady_clock::now();
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  Begin wrapped = [around = std::move(around), begin = std::move(begin)] {
+    if (around.before) {
+      around.before();
+    }
+    Started started = begin();
+    started.finish = then(std::move(started.finish), around.after);
+    return started;
+  };
+  const auto work =
+      work_for_caller(call.op, group_, outputs,
+                      agree(call.op, *call.called, call.timeout, quick, std::move(wrapped)),
+                      &subscribe_to_future, call.type, begun);
+  if (size_ == 1) {
+    work->wait(kNoTimeout);  // the ops do what comes next without asking anybody
+  }
+  return deliver(call, work);
+}
+
+CheckedBackend::WorkPtr CheckedBackend::deliver(const Call& call, const WorkPtr& work) {
   if (batching_) {
     std::lock_guard lock(batch_mutex_);
     batch_.push_back(work);
@@ -229,23 +269,32 @@ CheckedBackend::WorkPtr CheckedBackend::run(const Call& call, Tensors outputs, C
   return {};
 }
 
-CheckedBackend::WorkPtr CheckedBackend::agree(string_view op, Fingerprint called, bool quick,
-                                              Begin begin) {
-  auto own = c10d::kUnsetTimeout;
-  if (auto* claim = Claim::here()) {
-    own = claim->timeout();
-    begin = claim->around(std::move(begin));
-  }
+void CheckedBackend::post(const Group& group, const CollectiveRequest& request) {
+  const HeldRequest now = held(request);
+  const auto kept = std::make_shared<HeldRequest>(aliased(request, now.sources));
+  const auto work =
+      agree(request.op, fingerprint_of(request, rank_, size_), c10d::kUnsetTimeout, is_quick(*kept),
+            [kept, adapter = inner(request.op, c10d::kUnsetTimeout)] {
+              return lowering::start(adapter, *kept);
+            });
+  attach(request.op, group, request.outs, work, Finish(), &subscribe_to_future);
+}
+
+CheckedBackend::WorkPtr CheckedBackend::agree(string_view op, Fingerprint called,
+                                              Milliseconds timeout, bool quick, Begin begin) {
   if (!strict_) {
     called.shapes = 0;
   }
   return start_agreed(agreement_, group_, op, std::move(called),
-                      own > Milliseconds(0) ? own : timeout_.load(), quick, std::move(begin));
+                      timeout > Milliseconds(0) ? timeout : timeout_.load(), quick,
+                      inner_can_.futures == Capabilities::Futures::Always, std::move(begin));
 }
 
-CheckedBackend::WorkPtr CheckedBackend::agree(const Message& message,
-                                              std::function<WorkPtr(int peer)> begin) {
-  auto started = start_granted(agreement_, group_, message, timeout_, std::move(begin));
+CheckedBackend::WorkPtr CheckedBackend::post_message(
+    const Message& message, std::function<WorkPtr(c10d::Backend& backend, int peer)> start) {
+  auto started = start_granted(
+      agreement_, group_, message, timeout_,
+      [backend = inner_, start = std::move(start)](int peer) { return start(*backend, peer); });
   {
     std::lock_guard lock(messages_mutex_);
     if (messages_.size() >= messages_limit_) {
@@ -305,13 +354,9 @@ CheckedBackend::WorkPtr CheckedBackend::all_gather_bytes(const Call& call, const
   const at::Tensor all = empty_bytes(sum_of(sizes));
   // All ranks have the same sizes, and so start the same.
   const bool even = std::equal(sizes.begin() + 1, sizes.end(), sizes.begin());
-  return run(call, outputs, {own.fill, unpack_later(all, outputs)}, [&] {
-    if (even) {
-      start_all_gather(call.op, group_, own.values, all);
-    } else {
-      start_all_gather_uneven(call.op, group_, own.values, all, sizes);
-    }
-  });
+  return run(call, outputs, {own.fill, unpack_later(all, outputs)},
+             even ? CollectiveRequest::all_gather(call.op, own.values, all)
+                  : CollectiveRequest::all_gather_uneven(call.op, own.values, all, sizes));
 }
 
 CheckedBackend::WorkPtr CheckedBackend::exchange_bytes(const Call& call, const Source& source,
@@ -319,18 +364,21 @@ CheckedBackend::WorkPtr CheckedBackend::exchange_bytes(const Call& call, const S
                                                        const Sizes& out) {
   const at::Tensor received = empty_bytes(sum_of(out));
   return run(call, outputs, {source.fill, unpack_later(received, outputs)},
-             [&] { start_all_to_all(call.op, group_, source.values, received, out, in); });
+             CollectiveRequest::all_to_all(call.op, source.values, received, out, in));
 }
 
 CheckedBackend::WorkPtr CheckedBackend::message(string_view op, c10d::OpType type,
                                                 const at::Tensor& tensor, int peer, int tag) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Call call{op, type, true, c10d::kUnsetTimeout, std::nullopt};
-  return run(call, {tensor}, {}, [&] {
-    return start_messages(op, group_, Message{tensor, type == c10d::OpType::SEND, peer, tag})[0];
-  });
+  const Adapter self(op, group_, c10::intrusive_ptr<c10d::Backend>::reclaim_copy(this),
+                     capabilities(), std::nullopt);
+  const Message message{tensor, type == c10d::OpType::SEND, peer, tag};
+  // Nobody but the caller waits for it.
+  return deliver(call, start_messages(self, op, group_, message, type)[0]);
 }
 
-// --- c10d's verbs
+// --- c10d's methods
 // ---------------------------------------------------------------------------------
 
 CheckedBackend::WorkPtr CheckedBackend::broadcast(Tensors& tensors,
@@ -352,7 +400,7 @@ CheckedBackend::WorkPtr CheckedBackend::broadcast(Tensors& tensors,
       Call::of(op, c10d::OpType::BROADCAST, opts,
                fingerprint_of(OpType::Broadcast, tensor, tensor.numel()).rooted_at(opts.rootRank)),
       tensors, {buffer.fill, {}},
-      [&] { start_broadcast(op, group_, buffer.values, buffer.values, opts.rootRank); });
+      CollectiveRequest::broadcast(op, buffer.values, buffer.values, opts.rootRank));
 }
 
 CheckedBackend::WorkPtr CheckedBackend::allreduce(Tensors& tensors,
@@ -367,7 +415,7 @@ CheckedBackend::WorkPtr CheckedBackend::allreduce(Tensors& tensors,
   return run(
       Call::of(op, c10d::OpType::ALLREDUCE, opts,
                fingerprint_of(OpType::AllReduce, tensor, tensor.numel()).reduced_by(reduction.op)),
-      tensors, {}, [&] { start_all_reduce(op, group_, tensor, tensor, reduction); });
+      tensors, {}, CollectiveRequest::all_reduce(op, tensor, tensor, reduction));
 }
 
 CheckedBackend::WorkPtr CheckedBackend::allreduce_sparse(Tensors& tensors,
@@ -386,9 +434,9 @@ CheckedBackend::WorkPtr CheckedBackend::allreduce_sparse(Tensors& tensors,
   const int64_t divisor = reduction.op == ReduceOp::Avg ? size_ : 1;
   c10d::AllreduceOptions options;
   options.timeout = std::min(call.timeout, kLongestWait);
-  const auto begin = [gloo = gloo_, tensor, options, divisor] {
+  const auto begin = [inner = inner_, tensor, options, divisor] {
     Tensors sums{to_wire(tensor)};
-    const WorkPtr work = gloo->allreduce(sums, options);
+    const WorkPtr work = inner->allreduce(sums, options);
     return Started{work, [sum = sums[0], tensor, divisor] {
                      if (divisor != 1) {
                        sum._values().div_(divisor);
@@ -396,10 +444,7 @@ CheckedBackend::WorkPtr CheckedBackend::allreduce_sparse(Tensors& tensors,
                      tensor.copy_(from_wire(sum, tensor));
                    }};
   };
-  return run(call, tensors, {}, [&] {
-    attach(op, group_, tensors, agree(op, *call.called, false, begin), Finish(),
-           &subscribe_to_future);
-  });
+  return run(call, tensors, {}, begin, /*quick=*/false);
 }
 
 CheckedBackend::WorkPtr CheckedBackend::allreduce_coalesced(
@@ -411,8 +456,7 @@ CheckedBackend::WorkPtr CheckedBackend::allreduce_coalesced(
                       fingerprint_of(OpType::AllReduce, tensors)
                           .of_members(counts_of(tensors))
                           .reduced_by(reduction.op)),
-             tensors, {},
-             [&] { start_all_reduce_coalesced(op, group_, tensors, tensors, reduction); });
+             tensors, {}, CollectiveRequest::all_reduce_coalesced(op, tensors, tensors, reduction));
 }
 
 CheckedBackend::WorkPtr CheckedBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
@@ -425,8 +469,7 @@ CheckedBackend::WorkPtr CheckedBackend::reduce(Tensors& tensors, const c10d::Red
                       fingerprint_of(OpType::Reduce, tensor, tensor.numel())
                           .reduced_by(reduction.op)
                           .rooted_at(opts.rootRank)),
-             tensors, {},
-             [&] { start_reduce(op, group_, tensor, tensor, reduction, opts.rootRank); });
+             tensors, {}, CollectiveRequest::reduce(op, tensor, tensor, reduction, opts.rootRank));
 }
 
 CheckedBackend::WorkPtr CheckedBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -455,8 +498,7 @@ CheckedBackend::WorkPtr CheckedBackend::_allgather_base(at::Tensor& output, at::
   return run(Call::of(op, c10d::OpType::_ALLGATHER_BASE, opts,
                       fingerprint_of(OpType::AllGather, input)
                           .gathered(input.numel(), Sizes(size_, input.numel()))),
-             {output}, {source.fill, {}},
-             [&] { start_all_gather(op, group_, source.values, output); });
+             {output}, {source.fill, {}}, CollectiveRequest::all_gather(op, source.values, output));
 }
 
 CheckedBackend::WorkPtr CheckedBackend::allgather_coalesced(std::vector<Tensors>& outputs,
@@ -506,7 +548,7 @@ CheckedBackend::WorkPtr CheckedBackend::allgather_into_tensor_coalesced(
       Call::of(op, c10d::OpType::ALLGATHER_COALESCED, opts,
                fingerprint_of(OpType::AllGather, inputs).of_members(counts_of(inputs)));
   return run(call, outputs, {own.fill, std::move(finish)},
-             [&] { start_all_gather(op, group_, own.values, all); });
+             CollectiveRequest::all_gather(op, own.values, all));
 }
 
 // As an exchange, for the ranks' parts may differ in size, which the root alone knows.
@@ -580,13 +622,10 @@ CheckedBackend::WorkPtr CheckedBackend::reduce_scatter(Tensors& outputs,
                       fingerprint_of(OpType::ReduceScatter, output)
                           .scattered(counts, output.numel())
                           .reduced_by(reduction.op)),
-             outputs, {bytes.fill, {}}, [&] {
-               if (even) {
-                 start_reduce_scatter(op, group_, source, output, reduction);
-               } else {
-                 start_reduce_scatter_uneven(op, group_, source, output, reduction, counts);
-               }
-             });
+             outputs, {bytes.fill, {}},
+             even
+                 ? CollectiveRequest::reduce_scatter(op, source, output, reduction)
+                 : CollectiveRequest::reduce_scatter_uneven(op, source, output, reduction, counts));
 }
 
 CheckedBackend::WorkPtr CheckedBackend::_reduce_scatter_base(
@@ -602,7 +641,7 @@ CheckedBackend::WorkPtr CheckedBackend::_reduce_scatter_base(
                           .scattered(Sizes(size_, output.numel()), output.numel())
                           .reduced_by(reduction.op)),
              {output}, {source.fill, {}},
-             [&] { start_reduce_scatter(op, group_, source.values, output, reduction); });
+             CollectiveRequest::reduce_scatter(op, source.values, output, reduction));
 }
 
 CheckedBackend::WorkPtr CheckedBackend::reduce_scatter_tensor_coalesced(
@@ -619,7 +658,7 @@ CheckedBackend::WorkPtr CheckedBackend::reduce_scatter_tensor_coalesced(
                           .of_members(counts_of(outputs))
                           .reduced_by(reduction.op)),
              outputs, {},
-             [&] { start_reduce_scatter_coalesced(op, group_, inputs, outputs, reduction); });
+             CollectiveRequest::reduce_scatter_coalesced(op, inputs, outputs, reduction));
 }
 
 CheckedBackend::WorkPtr CheckedBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
@@ -643,7 +682,7 @@ CheckedBackend::WorkPtr CheckedBackend::alltoall_base(at::Tensor& output, at::Te
       direct ? span_of(output, 0, output.numel()) : at::empty({output.numel()}, output.options());
   return run(call, {output},
              {from.fill, direct ? Finish() : unpack_later(bytes_of(received), {output})},
-             [&] { start_all_to_all(op, group_, source, received, out, in); });
+             CollectiveRequest::all_to_all(op, source, received, out, in));
 }
 
 CheckedBackend::WorkPtr CheckedBackend::alltoall(Tensors& outputs, Tensors& inputs,
@@ -692,10 +731,8 @@ CheckedBackend::WorkPtr CheckedBackend::recvAnysource(Tensors& tensors, int tag)
 
 CheckedBackend::WorkPtr CheckedBackend::barrier(const c10d::BarrierOptions& opts) {
   const auto call = Call::of("barrier", c10d::OpType::BARRIER, opts, Fingerprint());
-  return run(call, {}, {}, [&] {
-    const at::Tensor nothing = empty_bytes(0);
-    start_barrier(call.op, group_, nothing, nothing);
-  });
+  const at::Tensor nothing = empty_bytes(0);
+  return run(call, {}, {}, CollectiveRequest::barrier(call.op, nothing, nothing));
 }
 
 // That all ranks call it is agreed on, and nothing else is to be done. The failure names all that
@@ -706,7 +743,7 @@ void CheckedBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool /*w
   monitored.details = "monitored";
   auto call = Call::of("monitored_barrier", c10d::OpType::BARRIER, opts, std::move(monitored));
   call.async = false;
-  run(call, {}, {}, [] {});
+  run(call, {}, {}, [] { return Started(); }, /*quick=*/true);
 }
 
 // --- Coalescing
@@ -740,7 +777,7 @@ c10::intrusive_ptr<c10d::Backend> CheckedBackend::make_backend(
 
 void CheckedBackend::setTimeout(Milliseconds timeout) {
   SplittableBackend::setTimeout(timeout);
-  gloo_->setTimeout(bounded(timeout));
+  inner_->setTimeout(bounded(timeout));
 }
 
 uint64_t CheckedBackend::getSequenceNumberForGroup() {
@@ -754,12 +791,12 @@ c10d::ErrorType CheckedBackend::getError() {
 
 void CheckedBackend::abort() {
   without_gil([this] { agreement_->abort(); });
-  gloo_->abort();
+  inner_->abort();
 }
 
 void CheckedBackend::shutdown() {
   without_gil([this] { leave(); });
-  gloo_->shutdown();
+  inner_->shutdown();
 }
 
 // --- Python
@@ -768,19 +805,20 @@ void CheckedBackend::shutdown() {
 void bind_fallback(pybind11::module_& m) {
   namespace py = pybind11;
   py::class_<CheckedBackend, c10::intrusive_ptr<CheckedBackend>, c10d::Backend>(m, "CheckedBackend")
-      .def(
-          py::init([](c10::intrusive_ptr<c10d::Backend> gloo, c10::intrusive_ptr<c10d::Store> store,
-                      std::chrono::milliseconds timeout, const std::string& group_name,
-                      const GlobalRanks& global_ranks, bool strict) {
-            c10d::Backend::Options options("shm", timeout);
-            options.group_name = group_name;
-            const py::gil_scoped_release waits;
-            return c10::make_intrusive<CheckedBackend>(std::move(gloo), std::move(store), options,
-                                                       global_ranks, strict);
-          }),
-          py::arg("gloo"), py::arg("store"), py::arg("timeout"), py::arg("group_name"),
-          py::arg("global_ranks"), py::arg("strict"))
-      .def_property_readonly("gloo", &CheckedBackend::gloo, "The backend that does the work.");
+      .def(py::init([](c10::intrusive_ptr<c10d::Backend> inner,
+                       c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds timeout,
+                       const std::string& group_name, const GlobalRanks& global_ranks, bool strict,
+                       const std::string& name) {
+             c10d::Backend::Options options(name, timeout);
+             options.group_name = group_name;
+             const py::gil_scoped_release waits;
+             return c10::make_intrusive<CheckedBackend>(std::move(inner), std::move(store), options,
+                                                        global_ranks, strict);
+           }),
+           py::arg("inner"), py::arg("store"), py::arg("timeout"), py::arg("group_name"),
+           py::arg("global_ranks"), py::arg("strict"), py::arg("name") = "shm")
+      .def_property_readonly("inner", &CheckedBackend::inner_backend,
+                             "The backend that does the work.");
   m.def("set_fallback_connect", &CheckedBackend::set_connect, py::arg("connect"));
   m.def("close_fallback_groups", &CheckedBackend::close_all, py::arg("grace"),
         py::call_guard<py::gil_scoped_release>());

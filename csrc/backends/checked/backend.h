@@ -14,9 +14,12 @@
 #include <string_view>
 #include <vector>
 
+#include "backends/adapter/adapter.h"
+#include "backends/backend.h"
 #include "backends/checked/agreement.h"
 #include "backends/process_group/argument_checks.h"
 #include "backends/process_group/splittable_backend.h"
+#include "backends/request.h"
 #include "base/fingerprint.h"
 #include "base/group.h"
 #include "base/reduction.h"
@@ -28,16 +31,17 @@
 namespace c10d_ext {
 
 struct KnownGroup;
-struct Message;
 
-// The "shm" backend where ranks cannot share memory: its verbs over gloo.
+// Any c10d::Backend, checked: it begins a collective once all ranks have called it and agree, and a
+// message once both its ends are there and agree, whoever called it; a rank that is lost or does
+// not come is named on all others. The "shm" backend is that around gloo where ranks cannot share
+// memory.
 //
-// Each verb is checked as ShmBackend checks it and carried out by collectives/submit.h, which makes
-// every dtype, stride, size and reduce op from what gloo has. The ops use that past the verbs.
-//
-// gloo begins a collective once all ranks have called it and agree, and a message once both its
-// ends are there and agree, whoever called it.
-class CheckedBackend final : public SplittableBackend, private ArgumentChecks {
+// c10d's methods are checked as ShmBackend checks them; they and the requests of ops are lowered to
+// what the inner backend can do, so that they have every dtype, stride, size and reduce op.
+class CheckedBackend final : public SplittableBackend,
+                             public CollectiveBackend,
+                             private ArgumentChecks {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   using Tensors = std::vector<at::Tensor>;
@@ -54,20 +58,20 @@ class CheckedBackend final : public SplittableBackend, private ArgumentChecks {
 
   // Collective: meets the other ranks.
   // `strict`: shapes must agree, and not only sizes.
-  CheckedBackend(c10::intrusive_ptr<c10d::Backend> gloo, c10::intrusive_ptr<c10d::Store> store,
+  CheckedBackend(c10::intrusive_ptr<c10d::Backend> inner, c10::intrusive_ptr<c10d::Store> store,
                  const Options& options, GlobalRanks global_ranks, bool strict);
   ~CheckedBackend() override;
 
-  // `begin` begins the collective at gloo, on another thread, once all ranks have called the same
-  // and what they called before is done. The work is that of both, and has a future.
-  // `quick`: `begin` takes less than a millisecond.
-  WorkPtr agree(std::string_view op, Fingerprint called, bool quick, Begin begin);
-  // `begin` begins the message at gloo, on another thread, once its other end at `peer` is there
-  // and fits. The work is that of both; any number of threads can ask and wait for it.
-  WorkPtr agree(const Message& message, std::function<WorkPtr(int peer)> begin);
+  void post(const Group& group, const CollectiveRequest& request) override;
+  const Capabilities& capabilities() const override {
+    return can_;
+  }
+  // The work is that of both ends; any number of threads can ask and wait for it.
+  WorkPtr post_message(const Message& message,
+                       std::function<WorkPtr(c10d::Backend& backend, int peer)> start) override;
 
-  const c10::intrusive_ptr<c10d::Backend>& gloo() const {
-    return gloo_;
+  const c10::intrusive_ptr<c10d::Backend>& inner_backend() const {
+    return inner_;
   }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override;
@@ -144,11 +148,25 @@ class CheckedBackend final : public SplittableBackend, private ArgumentChecks {
   static Source bytes_in(const at::Tensor& tensor);
   static Source apart(const at::Tensor& source, const at::Tensor& out);
 
-  // What `start` starts, as the call's work, null of one that is over on return. `start` returns
-  // nothing, or a message's work. `outputs` are the caller's, which `around.after` fills where the
-  // collective does not write them itself.
-  template <class Start>
-  WorkPtr run(const Call& call, Tensors outputs, Claim::Around around, Start&& start);
+  // What is done on this rank before the collective reads anything, and after all that it leaves to
+  // do itself.
+  struct Around {
+    Finish before;
+    Finish after;
+  };
+  // Starts the request as what the call says to the other ranks; null of one that is over on
+  // return. `outputs` are the caller's, which `around.after` fills where the collective does not
+  // write them itself.
+  WorkPtr run(const Call& call, Tensors outputs, Around around, const CollectiveRequest& request);
+  WorkPtr run(const Call& call, Tensors outputs, Around around, Begin begin, bool quick);
+  WorkPtr deliver(const Call& call, const WorkPtr& work);
+  // `begin` begins the collective at the inner backend, on another thread, once all ranks have
+  // called the same and what they called before is done. The work is that of both, and has a
+  // future. `quick`: `begin` takes less than a millisecond. `timeout`: of the call, or unset.
+  WorkPtr agree(std::string_view op, Fingerprint called, Milliseconds timeout, bool quick,
+                Begin begin);
+  // For a call with this timeout, or unset.
+  Adapter inner(std::string_view op, Milliseconds timeout) const;
 
   // Gathers everyone's `own` bytes, of which rank r has sizes[r], and hands them out.
   WorkPtr all_gather_bytes(const Call& call, const Source& own, std::vector<int64_t> sizes,
@@ -166,9 +184,9 @@ class CheckedBackend final : public SplittableBackend, private ArgumentChecks {
                                            const GlobalRanks& global_ranks) const override;
 
   const bool strict_;
-  c10::intrusive_ptr<c10d::Backend> gloo_;
-  // Of this backend's name, with gloo as its only backend.
-  Group group_;
+  c10::intrusive_ptr<c10d::Backend> inner_;
+  const Capabilities inner_can_, can_;
+  const Group group_;  // for texts
   // Works may outlive the backend; they hold this while they use it.
   std::shared_ptr<Agreement> agreement_;
   const std::shared_ptr<const KnownGroup> known_group_;
@@ -183,9 +201,6 @@ class CheckedBackend final : public SplittableBackend, private ArgumentChecks {
   std::atomic<bool> batching_{false};
   std::vector<WorkPtr> batch_;
 };
-
-// What a rank says of a collective of tensors like these, at least one.
-Fingerprint fingerprint_of(OpType op_type, at::TensorList like, int64_t count = -1);
 
 void bind_fallback(pybind11::module_& m);
 

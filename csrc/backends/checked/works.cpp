@@ -15,11 +15,12 @@
 #include <utility>
 #include <vector>
 
-#include "backends/shm/backend.h"
+#include "base/dtype.h"
 #include "base/exceptions.h"
 #include "base/gil.h"
 #include "base/signal_masked_thread.h"
 #include "base/timeouts.h"
+#include "control/process.h"
 #include "work/blocking_work.h"
 #include "work/pending.h"
 
@@ -89,17 +90,18 @@ CollectiveError impatience(std::string_view op, const Group& place, uint64_t seq
                          ranks, std::string(op), seq, place.name());
 }
 
-// A collective that gloo begins once the ranks have agreed.
+// A collective that the inner backend begins once the ranks have agreed.
 class AgreedWork final : public c10d::Work {
  public:
   using Milliseconds = std::chrono::milliseconds;
 
   AgreedWork(std::string_view op, c10d::OpType type, const Group& group,
-             std::weak_ptr<Agreement> agreement)
+             std::weak_ptr<Agreement> agreement, bool has_futures)
       : c10d::Work(static_cast<int>(group.rank()), type),
         op_(op),
         place_({}, group.name(), group.rank(), group.size()),
-        agreement_(std::move(agreement)) {}
+        agreement_(std::move(agreement)),
+        has_futures_(has_futures) {}
 
   void number(uint64_t seq) {
     seq_ = seq;
@@ -131,6 +133,9 @@ class AgreedWork final : public c10d::Work {
       return;
     }
     const auto self = c10::intrusive_ptr<AgreedWork>::reclaim_copy(this);
+    if (!has_futures_) {
+      started.work = adapt_blocking_work(std::move(started.work));
+    }
     subscribe_to_future(*started.work,
                         [self, seq, last = std::move(started.finish)](std::exception_ptr error) {
                           error ? self->broke(seq, std::move(error)) : self->finish(last, seq);
@@ -210,7 +215,7 @@ class AgreedWork final : public c10d::Work {
   }
 
  private:
-  // gloo has not done it.
+  // The inner backend has not done it.
   void broke(uint64_t seq, std::exception_ptr error) {
     if (const auto group = agreement_.lock()) {
       group->broke(seq, text_of(error));
@@ -219,7 +224,7 @@ class AgreedWork final : public c10d::Work {
     }
   }
 
-  // gloo has done it.
+  // the inner backend has done it.
   void finish(const Finish& last, uint64_t seq) {
     std::exception_ptr error;
     if (last) {
@@ -240,6 +245,7 @@ class AgreedWork final : public c10d::Work {
   const std::string_view op_;  // the names of ops are literals
   const Group place_;
   const std::weak_ptr<Agreement> agreement_;
+  const bool has_futures_;
   const uint64_t generation_ = fork_generation();
   std::atomic<uint64_t> seq_{0};
   mutable std::mutex mutex_;
@@ -261,7 +267,7 @@ c10d::OpType type_of(const Message& message) {
                                       : c10d::OpType::RECV;
 }
 
-// A message that gloo begins once its other end is there. Can only be waited for, as gloo's own.
+// A message that the inner backend begins once its other end is there. Can only be waited for.
 class GrantedWork final : public c10d::Work {
  public:
   GrantedWork(const Message& message, int rank) : c10d::Work(rank, type_of(message)) {}
@@ -345,7 +351,7 @@ bool says_it_all(const std::exception_ptr& error) {
   }
 }
 
-// What gloo has to notice that a rank is gone before this asks who.
+// What the inner backend has to notice that a rank is gone before this asks who.
 constexpr std::chrono::milliseconds kExplained{500};
 
 }  // namespace
@@ -353,8 +359,9 @@ constexpr std::chrono::milliseconds kExplained{500};
 c10::intrusive_ptr<c10d::Work> start_agreed(const std::shared_ptr<Agreement>& agreement,
                                             const Group& group, std::string_view op,
                                             Fingerprint called, Milliseconds timeout, bool quick,
-                                            Begin begin) {
-  auto work = c10::make_intrusive<AgreedWork>(op, type_of(called.op_type), group, agreement);
+                                            bool has_futures, Begin begin) {
+  auto work =
+      c10::make_intrusive<AgreedWork>(op, type_of(called.op_type), group, agreement, has_futures);
   Agreement::Operation operation;
   operation.op = op;
   operation.called = std::move(called);

@@ -28,7 +28,7 @@ class SplittableBackend : public c10d::Backend {
   using Milliseconds = std::chrono::milliseconds;
 
   const std::string getBackendName() const override {
-    return "shm";
+    return options_.backend;
   }
   bool supportsSplitting() const override {
     return true;

@@ -15,8 +15,10 @@
 #include <string_view>
 #include <vector>
 
+#include "backends/backend.h"
 #include "backends/process_group/argument_checks.h"
 #include "backends/process_group/splittable_backend.h"
+#include "backends/request.h"
 #include "backends/shm/engine.h"
 #include "base/dtype.h"
 #include "base/group.h"
@@ -33,10 +35,12 @@ struct KnownGroup;
 
 // The "shm" backend: CPU tensors, ranks on one machine.
 //
-// c10d's verbs and the start_* below, which the ops call, meet in one place: a Flight, the
-// engine's operation with the tensors it reads and writes. Every dtype, stride, size and reduce op
-// with a meaning is native here.
-class ShmBackend final : public SplittableBackend, private ArgumentChecks {
+// c10d's methods (methods.cpp) and the requests of ops (requests.cpp) meet in one place: a
+// TensorOperation, the engine's operation with the tensors it reads and writes. Every dtype,
+// stride, size and reduce op with a meaning is native here.
+class ShmBackend final : public SplittableBackend,
+                         public CollectiveBackend,
+                         private ArgumentChecks {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   using Tensors = std::vector<at::Tensor>;
@@ -63,47 +67,12 @@ class ShmBackend final : public SplittableBackend, private ArgumentChecks {
   // them: for the end of the process.
   static void close_all(Milliseconds grace);
 
-  // Calls `over` once a work that a start_* returned is complete, from whichever thread notices:
-  // it must not block.
-  static bool when_settled(c10d::Work& work, std::function<void(std::exception_ptr)> over);
-
   ~ShmBackend() override;
 
-  // --- What the ops call ------------------------------------------------------------------------
-  //
-  // `op` is a literal, for texts. Sources are left alone unless they are the outs themselves.
-  // Null: complete already (see last_settled). Otherwise the work is in flight and holds the
-  // tensors. A failure that shows at once is thrown. Callers have checked shapes, ranks and
-  // reductions.
-
-  // What a start_* of this thread last returned null for.
-  static const WorkInfo& last_settled();
-
-  WorkPtr start_all_reduce(std::string_view op, at::TensorList sources, at::TensorList outs,
-                           const Reduction& reduction);
-  WorkPtr start_reduce(std::string_view op, const at::Tensor& source, const at::Tensor& out,
-                       const Reduction& reduction, int64_t root);
-  WorkPtr start_broadcast(std::string_view op, at::TensorList sources, at::TensorList outs,
-                          int64_t root);
-  // outs[i] holds what sources[i] is on rank 0, then on rank 1, and so on.
-  WorkPtr start_all_gather(std::string_view op, at::TensorList sources, at::TensorList outs);
-  // Rank p's part of `out` has sizes[p] elements.
-  WorkPtr start_all_gather_uneven(std::string_view op, const at::Tensor& source,
-                                  const at::Tensor& out, c10::IntArrayRef sizes);
-  WorkPtr start_reduce_scatter(std::string_view op, at::TensorList sources, at::TensorList outs,
-                               const Reduction& reduction);
-  // Rank p's part of `source` has sizes[p] elements.
-  WorkPtr start_reduce_scatter_uneven(std::string_view op, const at::Tensor& source,
-                                      const at::Tensor& out, const Reduction& reduction,
-                                      c10::IntArrayRef sizes);
-  // Elements to and from each rank.
-  WorkPtr start_all_to_all(std::string_view op, const at::Tensor& source, const at::Tensor& out,
-                           c10::IntArrayRef source_sizes, c10::IntArrayRef out_sizes);
-  WorkPtr start_gather(std::string_view op, const at::Tensor& source, const at::Tensor& out,
-                       int64_t root);
-  WorkPtr start_scatter(std::string_view op, const at::Tensor& source, const at::Tensor& out,
-                        int64_t root);
-  WorkPtr start_barrier(std::string_view op);
+  void post(const Group& group, const CollectiveRequest& request) override;
+  const Capabilities& capabilities() const override;
+  WorkPtr post_message(const Message& message,
+                       std::function<WorkPtr(c10d::Backend& backend, int peer)> start) override;
 
   // --- c10d::Backend ----------------------------------------------------------------------------
 
@@ -152,26 +121,28 @@ class ShmBackend final : public SplittableBackend, private ArgumentChecks {
   void abort() override;
   void shutdown() override;
 
-  // Defined in backend.cpp.
-  class Live;
-  class Flight;
+  class LiveGroup;
+  class TensorOperation;
   // How a call is delivered and what it is called.
   struct Call;
 
   ShmBackend(int rank, int size, const Options& options, const Settings& settings,
              c10::intrusive_ptr<c10d::Store> store, GlobalRanks global_ranks,
-             std::shared_ptr<Live> live);
+             std::shared_ptr<LiveGroup> live);
 
  private:
-  using FlightPtr = std::shared_ptr<Flight>;
+  using OperationPtr = std::shared_ptr<TensorOperation>;
 
-  static FlightPtr& spare();
-  static void recycle(FlightPtr flight);
-  FlightPtr make(const Call& call, OpType verb) const;
-  FlightPtr make(const Call& call, OpType verb, const Reduction& reduction,
-                 c10::ScalarType dtype) const;
-  WorkPtr launch(const Call& call, FlightPtr flight);
+  static OperationPtr& spare();
+  static void recycle(OperationPtr operation);
+  OperationPtr make(const Call& call, OpType verb) const;
+  OperationPtr make(const Call& call, OpType verb, const Reduction& reduction,
+                    c10::ScalarType dtype) const;
+  WorkPtr launch(const Call& call, OperationPtr operation);
 
+  // Null: complete already, which `done` tells of. Otherwise the work is in flight and holds the
+  // tensors. A failure that shows at once is thrown.
+  WorkPtr start(const CollectiveRequest& request, at::TensorList sources, WorkInfo* done);
   WorkPtr all_reduce(const Call& call, at::TensorList sources, at::TensorList outs,
                      const Reduction& reduction);
   WorkPtr reduce_to(const Call& call, const at::Tensor& source, const at::Tensor& out,
@@ -192,13 +163,13 @@ class ShmBackend final : public SplittableBackend, private ArgumentChecks {
                                            const GlobalRanks& global_ranks) const override;
 
   const Settings settings_;
-  const std::shared_ptr<Live> live_;
+  const std::shared_ptr<LiveGroup> live_;
   const std::shared_ptr<const KnownGroup> known_group_;
 
   // Between startCoalescing and endCoalescing: what has been called, not yet submitted.
   std::mutex batch_mutex_;
   std::atomic<bool> batching_{false};
-  std::vector<FlightPtr> batch_;
+  std::vector<OperationPtr> batch_;
 };
 
 void bind_shm(pybind11::module_& m);
