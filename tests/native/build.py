@@ -16,7 +16,7 @@ HEADERS = ROOT / "csrc"
 # By their names: everything that needs no torch.
 SOURCES = {
     path.stem: path
-    for pattern in ("backends/shm/*.cpp", "backends/agreement/*.cpp", "core/block_cache.cpp")
+    for pattern in ("backends/shm/**/*.cpp", "backends/agreement/*.cpp", "core/block_cache.cpp")
     for path in sorted(HEADERS.glob(pattern))
 }
 PROGRAMS = Path(__file__).resolve().parent

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <cstring>
 #include <deque>
 #include <iterator>
 #include <list>
@@ -17,9 +18,12 @@
 #include <utility>
 
 #include "backends/shm/aside.h"
+#include "backends/shm/collective.h"
 #include "backends/shm/crowd.h"
 #include "backends/shm/postbox.h"
+#include "backends/shm/select.h"
 #include "backends/shm/spread.h"
+#include "backends/shm/task.h"
 #include "backends/shm/team.h"
 #include "core/bounded.h"
 
@@ -232,6 +236,7 @@ class Engine::Impl : public std::enable_shared_from_this<Engine::Impl> {
       : settings_(std::move(settings)),
         place_{rank, size, settings_.group},
         team_(std::move(mapping), rank, size, arena),
+        selection_(size, settings_.algorithms),
         spread_(team_),
         postbox_(team_, place_),
         peers_(std::move(peers)),
@@ -244,6 +249,9 @@ class Engine::Impl : public std::enable_shared_from_this<Engine::Impl> {
       spins_ = 1;
       settings_.inline_time *= 3;
     }
+    const std::string& overrides = selection_.overrides();
+    const size_t shown = std::min(overrides.size(), Control::kMaxOverrides - 1);
+    std::memcpy(team_.control(rank).overrides, overrides.data(), shown);
   }
 
   ~Impl() {
@@ -525,7 +533,7 @@ class Engine::Impl : public std::enable_shared_from_this<Engine::Impl> {
     Operation& op = *queue_.front();
     try {
       begin(op);
-      task_ = run_collective(team_, op.request, op.seq_, place_, settings_.strict);
+      task_ = run_collective(team_, op.request, op.seq_, place_, selection_, settings_.strict);
       return true;
     } catch (const std::exception& e) {
       give_up(op, e.what());
@@ -1039,6 +1047,7 @@ class Engine::Impl : public std::enable_shared_from_this<Engine::Impl> {
   Settings settings_;
   const Place place_;
   const Team team_;
+  const Selection selection_;
   Spread spread_;
 
   mutable std::mutex mutex_;

@@ -193,6 +193,9 @@ struct Settings {
   std::chrono::microseconds spin_time{100};   // busy waiting before sleeping
   bool progress_thread = true;
   bool strict = false;  // compare shapes too, not only element counts
+  // How the choice of algorithms is overridden: see select.h. The same on all ranks, or collectives
+  // end with a mismatch.
+  std::string algorithms;
   // When given, by rank: words of the shared memory that the kernel marks with FUTEX_OWNER_DIED
   // when a rank's process begins to end, and then wakes who sleeps on them (peer_lost() may come
   // much later).
@@ -205,7 +208,8 @@ class Engine {
   // The size of the mapping for a group; `arena` bytes per rank carry the data.
   static size_t mapping_bytes(int size, size_t arena);
 
-  // `arena` as given to mapping_bytes().
+  // `arena` as given to mapping_bytes(). Throws std::invalid_argument where `settings.algorithms`
+  // is not what parse_rules() takes.
   Engine(std::shared_ptr<Mapping> mapping, size_t arena, int rank, int size,
          std::vector<Peer> peers, Settings settings);
   // close()s.

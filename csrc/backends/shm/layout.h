@@ -35,7 +35,9 @@ struct CollectiveHeader {
   double factor_imaginary;
   // Of a call with several tensors: how many, and their sizes, in elements, as a shape. Of a sparse
   // one: its sparse dimensions, and its shape.
-  uint64_t members;
+  uint32_t members;
+  // Selection::digest().
+  uint32_t algorithms;
   uint64_t members_sizes;
 };
 static_assert(sizeof(CollectiveHeader) == 64);
@@ -53,6 +55,10 @@ struct Control {
   std::atomic<uint32_t> sleepers;
   // Set when the rank left in good order, for texts.
   alignas(kApart) std::atomic<uint32_t> left;
+  // How the rank overrides the choice of algorithms, for texts; ends with a zero. Written before
+  // the rank enters its first collective.
+  static constexpr size_t kMaxOverrides = 252;
+  char overrides[kMaxOverrides];
 };
 
 // The first failure that one rank makes everybody's: an abort or a collective that timed out.

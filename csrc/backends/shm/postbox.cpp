@@ -1,6 +1,8 @@
 #include "backends/shm/postbox.h"
 
 #include <algorithm>
+#include <cstring>
+#include <utility>
 
 namespace c10d_ext::shm {
 

@@ -1,14 +1,9 @@
 #pragma once
 
-// One rank's view of the shared memory, and the coroutines that wait for what other ranks publish.
+// One rank's view of the shared memory, and of how far the other ranks have come.
 
 #include <atomic>
-#include <coroutine>
-#include <cstring>
-#include <exception>
 #include <memory>
-#include <optional>
-#include <utility>
 #include <vector>
 
 #include "backends/shm/engine.h"
@@ -140,95 +135,5 @@ class Team {
   std::shared_ptr<Mapping> mapping_;
   std::byte* base_;
 };
-
-// A collective under way. It runs until it would have to wait and is resumed once the wait is over,
-// by whichever thread drives the engine; between two waits it does a chunk's worth of work.
-class Task {
- public:
-  struct promise_type {
-    Team::Wait wait;
-    std::optional<Failure> failure;
-    std::exception_ptr error;
-
-    Task get_return_object() {
-      return Task(std::coroutine_handle<promise_type>::from_promise(*this));
-    }
-    std::suspend_always initial_suspend() noexcept {
-      return {};
-    }
-    std::suspend_always final_suspend() noexcept {
-      return {};
-    }
-    void return_value(std::optional<Failure> f) {
-      failure = std::move(f);
-    }
-    void unhandled_exception() {
-      error = std::current_exception();
-    }
-
-    struct Awaiter {
-      Team::Wait wait;
-      bool await_ready() {
-        return wait.over();
-      }
-      void await_suspend(std::coroutine_handle<promise_type> handle) {
-        handle.promise().wait = wait;
-      }
-      void await_resume() {}
-    };
-    Awaiter await_transform(Team::Wait w) {
-      return {w};
-    }
-    // Lets whoever drives the engine look at its watch.
-    std::suspend_always await_transform(std::suspend_always pause) {
-      wait.rank = Team::kNobody;
-      return pause;
-    }
-  };
-
-  Task() = default;
-  Task(Task&& other) noexcept : handle_(std::exchange(other.handle_, {})) {}
-  Task& operator=(Task&& other) noexcept {
-    std::swap(handle_, other.handle_);
-    return *this;
-  }
-  ~Task() {
-    if (handle_) {
-      handle_.destroy();
-    }
-  }
-
-  explicit operator bool() const {
-    return static_cast<bool>(handle_);
-  }
-  // False: still waiting, nothing was done.
-  bool advance() {
-    if (!handle_.promise().wait.over()) {
-      return false;
-    }
-    handle_.resume();
-    return true;
-  }
-  bool finished() const {
-    return handle_.done();
-  }
-  const Team::Wait& wait() const {
-    return handle_.promise().wait;
-  }
-  std::optional<Failure> failure() const {
-    if (handle_.promise().error) {
-      std::rethrow_exception(handle_.promise().error);
-    }
-    return handle_.promise().failure;
-  }
-
- private:
-  explicit Task(std::coroutine_handle<promise_type> handle) : handle_(handle) {}
-  std::coroutine_handle<promise_type> handle_;
-};
-
-// The collective `request` as number `seq` of the group. `request` outlives the task.
-Task run_collective(const Team& team, const Request& request, uint64_t seq, const Place& place,
-                    bool strict);
 
 }  // namespace c10d_ext::shm
