@@ -179,6 +179,7 @@ class Operation {
 
  private:
   friend class Engine;
+  friend class Scheduler;
   std::atomic<bool> done_{false};
   std::optional<Failure> failure_;
   uint64_t seq_ = 0;
