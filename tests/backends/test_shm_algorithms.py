@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -87,7 +87,9 @@ def _expected(name: str, count: int, dtype: torch.dtype) -> list[Tensor]:
         wide = torch.float32 if dtype.is_floating_point else dtype
         return torch.stack([value.to(wide) for value in values]).sum(0, dtype=wide).to(dtype)
 
-    at_root: Callable[[list[Tensor]], list[Tensor]] = lambda x: x if rank == root else []  # noqa: E731
+    def at_root(outputs: list[Tensor]) -> list[Tensor]:
+        return outputs if rank == root else []
+
     return {
         "all_reduce": lambda: [total(inputs)],
         "reduce": lambda: at_root([total(inputs)]),

@@ -14,7 +14,7 @@
 #include <thread>
 
 #include "backends/shm/aside.h"
-#include "backends/shm/crowd.h"
+#include "backends/shm/contention.h"
 #include "engine_checks.h"
 
 namespace {
@@ -362,34 +362,34 @@ void check_faults(int size) {
 }
 
 // Fed with times of its own.
-void check_crowd() {
+void check_contention() {
   using std::chrono::microseconds;
-  Crowd crowd;
-  auto now = Crowd::Clock::now();
+  ContentionDetector contention;
+  auto now = ContentionDetector::Clock::now();
   const auto gives_way_for = [&](microseconds time) {
-    crowd.gave_way(now, now + time);
+    contention.yielded(now, now + time);
     now += time;
   };
   // How long ranks sleep, and then give way again.
   const auto lasts = [&] {
     const auto begin = now;
-    while (crowd.is_there(now) && now - begin < std::chrono::seconds(10)) {
+    while (contention.is_contended(now) && now - begin < std::chrono::seconds(10)) {
       now += milliseconds(1);
     }
     return now - begin;
   };
-  expect(!crowd.is_there(now), "a crowd before anybody gave way");
+  expect(!contention.is_contended(now), "contention before any yield");
   gives_way_for(microseconds(900));
-  expect(!crowd.is_there(now), "a crowd after a rank's turn");
-  milliseconds expected = Crowd::kFirstPause;
+  expect(!contention.is_contended(now), "contention after a short yield");
+  milliseconds expected = ContentionDetector::kFirstPause;
   for (int turn = 0; turn < 10; ++turn) {
     gives_way_for(microseconds(3000));
-    expect(lasts() == expected, "a crowd that stays is looked for at wrong times");
-    expected = std::min(2 * expected, Crowd::kLongestPause);
+    expect(lasts() == expected, "lasting contention is looked for at wrong times");
+    expected = std::min(2 * expected, ContentionDetector::kLongestPause);
   }
-  now += 2 * Crowd::kLongestPause;
+  now += 2 * ContentionDetector::kLongestPause;
   gives_way_for(microseconds(3000));
-  expect(lasts() == Crowd::kFirstPause, "a new crowd counts as the old one");
+  expect(lasts() == ContentionDetector::kFirstPause, "new contention counts as the old one");
 }
 
 // Other programs on every core: ranks whose waits sleep get the right values, in time.
@@ -417,7 +417,7 @@ void check_beside_others() {
 
 // Ranks that fill the machine and all start on one core end up on several, and may still run
 // wherever they might before.
-void check_spread() {
+void check_cpu_placement() {
   cpu_set_t allowed;
   const int cores = static_cast<int>(std::thread::hardware_concurrency());
   if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0 || cores < 2 || cores > 8) {
@@ -456,8 +456,8 @@ int main() {
     check_callbacks(size);
     check_order(size);
   }
-  check_spread();
-  check_crowd();
+  check_cpu_placement();
+  check_contention();
   check_beside_others();
   check_mismatch(2);
   check_mismatch(3);

@@ -8,14 +8,14 @@
 
 namespace c10d_ext::shm {
 
-Collective::Collective(const Team& team, const Request& request, uint64_t seq, const Place& place,
-                       const Selection& selection)
-    : team_(team),
+Collective::Collective(const GroupMemory& memory, const Request& request, uint64_t seq,
+                       const Place& place, const Selection& selection)
+    : memory_(memory),
       request_(request),
       seq_(seq),
       place_(place),
-      n_(team.size()),
-      me_(team.rank()),
+      n_(memory.size()),
+      me_(memory.rank()),
       selection_(selection),
       sources_(request.sources.begin(), request.sources.end()),
       targets_(request.targets.begin(), request.targets.end()) {}
@@ -69,12 +69,12 @@ uint64_t Collective::members_sizes() const {
 void Collective::announce() {
   for (int direction = 0; direction < 2; ++direction) {
     const std::vector<BufferView>& views = direction == 0 ? sources_ : targets_;
-    uint64_t* table = team_.table(me_, seq_, direction);
+    uint64_t* table = memory_.table(me_, seq_, direction);
     for (size_t p = 0; p < static_cast<size_t>(n_); ++p) {
       table[p] = views.empty() ? 0 : views[views.size() == 1 ? 0 : p].bytes();
     }
   }
-  CollectiveHeader& d = team_.header(me_, seq_);
+  CollectiveHeader& d = memory_.header(me_, seq_);
   d.seq = seq_;
   d.verb = static_cast<uint8_t>(verb());
   d.dtype = static_cast<uint8_t>(request_.dtype);
@@ -96,14 +96,14 @@ void Collective::announce() {
       eager::write(*this);
     }
   }
-  team_.publish(stage_of(seq_, kArrived));
+  memory_.publish(stage_of(seq_, kArrived));
 }
 
 void Collective::make_room() {
   if (verb() == Verb::SparseAllReduce) {
     std::vector<uint64_t> bytes(static_cast<size_t>(n_));
     for (int p = 0; p < n_; ++p) {
-      bytes[static_cast<size_t>(p)] = team_.table(p, seq_, 0)[me_];
+      bytes[static_cast<size_t>(p)] = memory_.table(p, seq_, 0)[me_];
     }
     room_ = request_.room(bytes);
     targets_ = std::vector<BufferView>(room_.begin(), room_.end());
@@ -112,7 +112,7 @@ void Collective::make_room() {
 
 namespace {
 
-// A group of one: the reduction of one value is not always that value (premul_sum).
+// A group of one rank: the reduction of one value may differ from the value (premul_sum).
 void run_alone(const Collective& c) {
   if (!c.has_targets()) {
     return;
@@ -126,21 +126,21 @@ void run_alone(const Collective& c) {
                  /*streaming=*/false);
 }
 
-// From here on a rank looks at its watch before it reads what lies beside the announcements.
+// Larger inputs: the driving thread checks its deadline before the data is read.
 constexpr size_t kLookFirst = size_t{32} << 10;
 
 }  // namespace
 
-Task run_collective(const Team& team, const Request& request, uint64_t seq, const Place& place,
-                    const Selection& selection, bool strict) {
-  Collective c(team, request, seq, place, selection);
+Task run_collective(const GroupMemory& memory, const Request& request, uint64_t seq,
+                    const Place& place, const Selection& selection, bool strict) {
+  Collective c(memory, request, seq, place, selection);
   c.announce();
-  co_await team.until(Team::kAll, stage_of(seq, kArrived));
+  co_await memory.until(GroupMemory::kAll, stage_of(seq, kArrived));
   if (auto failure = c.compare(strict)) {
     co_return failure;
   }
   c.make_room();
-  if (team.size() == 1) {
+  if (memory.size() == 1) {
     run_alone(c);
     co_return std::nullopt;
   }
@@ -168,7 +168,7 @@ Task run_collective(const Team& team, const Request& request, uint64_t seq, cons
   if (auto failure = co_await std::move(data)) {
     co_return failure;
   }
-  team.publish(stage_of(seq, kDone));
+  memory.publish(stage_of(seq, kDone));
   co_return std::nullopt;
 }
 

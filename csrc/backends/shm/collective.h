@@ -12,15 +12,15 @@
 #include <vector>
 
 #include "backends/shm/buffer_view.h"
+#include "backends/shm/group_memory.h"
 #include "backends/shm/select.h"
 #include "backends/shm/task.h"
-#include "backends/shm/team.h"
 
 namespace c10d_ext::shm {
 
 class Collective {
  public:
-  Collective(const Team& team, const Request& request, uint64_t seq, const Place& place,
+  Collective(const GroupMemory& memory, const Request& request, uint64_t seq, const Place& place,
              const Selection& selection);
 
   // Publishes the header and the table of sizes; with Algorithm::Eager the data, too.
@@ -92,7 +92,7 @@ class Collective {
     }
   }
 
-  const Team& team_;
+  const GroupMemory& memory_;
   const Request& request_;
   const uint64_t seq_;
   const Place& place_;
@@ -119,7 +119,7 @@ class Collective {
 };
 
 // Runs `request` as collective `seq` of the group. `request` outlives the task.
-Task run_collective(const Team& team, const Request& request, uint64_t seq, const Place& place,
-                    const Selection& selection, bool strict);
+Task run_collective(const GroupMemory& memory, const Request& request, uint64_t seq,
+                    const Place& place, const Selection& selection, bool strict);
 
 }  // namespace c10d_ext::shm

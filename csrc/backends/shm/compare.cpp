@@ -81,10 +81,10 @@ std::optional<Failure> Collective::compare(bool strict) {
 }
 
 std::optional<Failure> Collective::compare_headers(bool strict) {
-  // Compared as copies: what a peer does to its own later cannot change the verdict.
+  // Copies: a peer that writes its header later cannot change the outcome.
   std::vector<CollectiveHeader> all(static_cast<size_t>(n_));
   for (int p = 0; p < n_; ++p) {
-    std::memcpy(&all[static_cast<size_t>(p)], &team_.header(p, seq_), sizeof(CollectiveHeader));
+    std::memcpy(&all[static_cast<size_t>(p)], &memory_.header(p, seq_), sizeof(CollectiveHeader));
     all_even_ &= all[static_cast<size_t>(p)].even == 1;
   }
   const auto agree = [&](const CollectiveHeader& a, const CollectiveHeader& b) {
@@ -106,7 +106,7 @@ std::optional<Failure> Collective::compare_headers(bool strict) {
     const auto said = [&](size_t rank) {
       const uint64_t shapes = strict ? all[rank].shapes : 0;
       return describe(all[rank]) + (shapes != 0 ? " of shape " + text_of_shapes(shapes) : "") +
-             (same_algorithms ? "" : describe_overrides(team_.control(static_cast<int>(rank))));
+             (same_algorithms ? "" : describe_overrides(memory_.control(static_cast<int>(rank))));
     };
     const std::string text = text_of_difference(
         all.size(), seq_, [&](size_t a, size_t b) { return agree(all[a], all[b]); }, said);
@@ -120,14 +120,14 @@ std::optional<Failure> Collective::compare_headers(bool strict) {
   return std::nullopt;
 }
 
-// What each rank sends must be what the other expects, between every two ranks: a rank that is not
-// concerned itself raises too.
+// Between every two ranks, what one sends must be what the other expects. Every rank checks all
+// pairs, so that all of them raise.
 std::optional<Failure> Collective::compare_tables() const {
   const size_t n = static_cast<size_t>(n_);
   std::vector<uint64_t> sends(n * n), expects(n * n);
   for (size_t p = 0; p < n; ++p) {
-    std::memcpy(&sends[p * n], team_.table(static_cast<int>(p), seq_, 0), n * sizeof(uint64_t));
-    std::memcpy(&expects[p * n], team_.table(static_cast<int>(p), seq_, 1), n * sizeof(uint64_t));
+    std::memcpy(&sends[p * n], memory_.table(static_cast<int>(p), seq_, 0), n * sizeof(uint64_t));
+    std::memcpy(&expects[p * n], memory_.table(static_cast<int>(p), seq_, 1), n * sizeof(uint64_t));
   }
   for (size_t from = 0; from < n; ++from) {
     for (size_t to = 0; to < n; ++to) {
@@ -155,7 +155,7 @@ size_t Collective::largest_input() const {
       verb() == Verb::AllToAll || verb() == Verb::ReduceScatter || verb() == Verb::Scatter;
   size_t largest = 0;
   for (int p = 0; p < n_; ++p) {
-    const uint64_t* sends = team_.table(p, seq_, 0);
+    const uint64_t* sends = memory_.table(p, seq_, 0);
     size_t bytes = 0;
     for (int to = 0; to < (personal ? n_ : 1); ++to) {
       bytes += sends[to];

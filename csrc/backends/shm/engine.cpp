@@ -1,4 +1,4 @@
-// The engine: what the threads of a rank do to drive what the scheduler has, and when they sleep.
+// The engine: how the threads of a rank drive the scheduler, and when they sleep.
 
 #include "backends/shm/engine.h"
 
@@ -10,13 +10,13 @@
 #include <thread>
 #include <utility>
 
-#include "backends/shm/crowd.h"
+#include "backends/shm/contention.h"
+#include "backends/shm/cpu_placement.h"
 #include "backends/shm/group_health.h"
+#include "backends/shm/group_memory.h"
 #include "backends/shm/progress_thread.h"
 #include "backends/shm/scheduler.h"
 #include "backends/shm/select.h"
-#include "backends/shm/spread.h"
-#include "backends/shm/team.h"
 #include "core/bounded.h"
 
 namespace c10d_ext::shm {
@@ -27,14 +27,14 @@ using Clock = Operation::Clock;
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
-// A sleeper looks around at least this often, for what nobody rings for.
+// A sleeping thread wakes at least this often: no rank rings for a timeout or a lost rank.
 constexpr milliseconds kLongestSleep{5};
-// What is left until a deadline passes while a thread falls asleep and wakes up.
+// A thread does not sleep if less than this is left until its deadline.
 constexpr microseconds kShortestSleep{50};
-// The first sleep of a wait, which hears of what is published alone, so that it costs less.
+// The first sleep of a wait. It waits on the doorbell alone, not on the pulses, which is cheaper.
 constexpr milliseconds kFirstSleep{1};
 constexpr milliseconds kInterruptEvery{50};
-// Much data starts to move at once.
+// The progress thread is woken at once for operations of this many bytes.
 constexpr size_t kUrgentBytes = size_t{4} << 20;
 
 void pause() {
@@ -71,23 +71,23 @@ class Engine::Impl final : public Driven {
        Settings settings)
       : settings_(std::move(settings)),
         place_{rank, size, settings_.group},
-        team_(std::move(mapping), rank, size, arena),
+        memory_(std::move(mapping), rank, size, arena),
         selection_(size, settings_.algorithms),
-        spread_(team_),
-        health_(team_, place_, std::move(peers), settings_.pulses),
-        scheduler_(team_, selection_, settings_.strict, health_),
+        placement_(memory_),
+        health_(memory_, place_, std::move(peers), settings_.pulses),
+        scheduler_(memory_, selection_, settings_.strict, health_),
         progress_(*this, settings_.progress_thread),
         generation_(fork_generation()) {
-    // More ranks than cores: whoever spins keeps from running whom it waits for, so it gives way
-    // each time. Measured with 4 ranks on 2 cores, 8 B all_reduce: 27 us when it sleeps instead,
-    // 12 us when it yields.
+    // More ranks than cores: a rank that spins may occupy the core of the rank for which it waits,
+    // so it yields each time. Measured with 4 ranks on 2 cores, all_reduce of 8 B: 12 us when ranks
+    // yield, 27 us when they sleep.
     if (static_cast<unsigned>(size) > std::max(1u, std::thread::hardware_concurrency())) {
       spins_ = 1;
       settings_.inline_time *= 3;
     }
     const std::string& overrides = selection_.overrides();
     const size_t shown = std::min(overrides.size(), Control::kMaxOverrides - 1);
-    std::memcpy(team_.control(rank).overrides, overrides.data(), shown);
+    std::memcpy(memory_.control(rank).overrides, overrides.data(), shown);
   }
 
   ~Impl() override {
@@ -143,7 +143,7 @@ class Engine::Impl final : public Driven {
     return fork_generation() != generation_;
   }
 
-  // Works at what is pending until `satisfied`, false when `go_on` says to stop before.
+  // Drives pending operations until `satisfied`; false when `go_on` says to stop before.
   template <class Satisfied, class GoOn>
   bool drive(const Satisfied& satisfied, const GoOn& go_on, Clock::time_point deadline);
   // One round of the scheduler. False: nothing moved.
@@ -156,9 +156,9 @@ class Engine::Impl final : public Driven {
 
   Settings settings_;
   const Place place_;
-  const Team team_;
+  const GroupMemory memory_;
   const Selection selection_;
-  Spread spread_;
+  CpuPlacement placement_;
   GroupHealth health_;
 
   mutable std::mutex mutex_;
@@ -183,7 +183,7 @@ void Engine::Impl::submit(const std::shared_ptr<Operation>& operation) {
             op, "the group must be used in the process that created it, got a forked child"));
     return;
   }
-  spread_.tell();
+  placement_.publish_cpu();
   Ended ended;
   {
     std::unique_lock lock(mutex_);
@@ -196,11 +196,11 @@ void Engine::Impl::submit(const std::shared_ptr<Operation>& operation) {
     op.urgent_ = shm::is_urgent(op);
     urgent_.fetch_add(op.urgent_);
     scheduler_.add(operation);
-    // Now, so that the peers hear of it at once.
+    // At once, so that the peers see the announcement.
     scheduler_.advance(ended);
   }
   finish(ended);
-  // Much data is for the thread that waits, or for the progress thread: the caller goes on.
+  // Large asynchronous operations are left to the thread that waits, or to the progress thread.
   const bool leave = op.request.async && is_urgent();
   if (!op.done() && !leave && settings_.inline_time.count() != 0) {
     const auto deadline = op.submitted_ + settings_.inline_time;
@@ -258,7 +258,7 @@ void Engine::Impl::close(milliseconds grace) {
   progress_.stop();
   wake_self();
   progress_.join();
-  team_.control(place_.rank).left.store(1, std::memory_order_seq_cst);
+  memory_.control(place_.rank).left.store(1, std::memory_order_seq_cst);
 }
 
 bool Engine::Impl::advance(Ended& ended, bool thorough) {
@@ -301,14 +301,14 @@ void Engine::Impl::finish(Ended& ended) {
     end(e.operation, std::move(e.failure));
   }
   ended.clear();
-  // Another thread of this rank may sleep until one of them is done.
-  if (team_.control(place_.rank).sleepers.load(std::memory_order_seq_cst) != 0) {
+  // Other threads of this rank may wait for one of them.
+  if (memory_.control(place_.rank).sleepers.load(std::memory_order_seq_cst) != 0) {
     wake_self();
   }
 }
 
 void Engine::Impl::wake_self() {
-  Control& c = team_.control(place_.rank);
+  Control& c = memory_.control(place_.rank);
   c.bell.fetch_add(1, std::memory_order_seq_cst);
   futex_wake_all(c.bell);
 }
@@ -316,7 +316,7 @@ void Engine::Impl::wake_self() {
 template <class Satisfied, class GoOn>
 bool Engine::Impl::drive(const Satisfied& satisfied, const GoOn& go_on,
                          Clock::time_point deadline) {
-  Control& self = team_.control(place_.rank);
+  Control& self = memory_.control(place_.rank);
   Ended ended;
   auto idle_since = Clock::now();
   bool slept = false;
@@ -340,19 +340,19 @@ bool Engine::Impl::drive(const Satisfied& satisfied, const GoOn& go_on,
     if (!go_on(now)) {
       return satisfied();
     }
-    thread_local Crowd crowd;
-    const bool crowded = crowd.is_there(now);
-    if (!crowded && now - idle_since < settings_.spin_time) {
-      spread_.look(now);
-      // The rank that is waited for may want this very core.
+    thread_local ContentionDetector contention;
+    const bool contended = contention.is_contended(now);
+    if (!contended && now - idle_since < settings_.spin_time) {
+      placement_.rebalance(now);
+      // The awaited rank may need this core.
       sched_yield();
-      crowd.gave_way(now, Clock::now());
+      contention.yielded(now, Clock::now());
       continue;
     }
-    if (crowded && deadline - now < kShortestSleep) {
+    if (contended && deadline - now < kShortestSleep) {
       continue;
     }
-    // From here on whoever publishes rings. What was published before that is seen now.
+    // From here on a rank that publishes rings; advance() sees what was published before.
     self.sleepers.fetch_add(1, std::memory_order_seq_cst);
     const uint32_t seen = self.bell.load(std::memory_order_seq_cst);
     if (!advance(ended, /*thorough=*/true) && !satisfied()) {

@@ -28,9 +28,9 @@ std::string seconds(Operation::Clock::duration d) {
 
 }  // namespace
 
-GroupHealth::GroupHealth(const Team& team, const Place& place, std::vector<Peer> peers,
+GroupHealth::GroupHealth(const GroupMemory& memory, const Place& place, std::vector<Peer> peers,
                          std::vector<std::atomic<uint32_t>*> pulses)
-    : team_(team),
+    : memory_(memory),
       place_(place),
       peers_(std::move(peers)),
       pulses_(std::move(pulses)),
@@ -50,8 +50,8 @@ bool GroupHealth::is_lost(int rank) {
   const auto& lost = lost_[static_cast<size_t>(rank)];
   if (!lost.load(std::memory_order_acquire) && has_died(rank)) {
     mark_lost(rank);
-    // The kernel has told one of those who wait.
-    team_.ring_sleepers();
+    // The kernel has woken one sleeper, of any rank.
+    memory_.ring_sleepers();
   }
   return lost.load(std::memory_order_acquire);
 }
@@ -67,11 +67,11 @@ std::vector<int> GroupHealth::lost_among(const std::vector<int>& ranks) {
 }
 
 bool GroupHealth::has_left(int rank) const {
-  return team_.control(rank).left.load(std::memory_order_acquire) != 0;
+  return memory_.control(rank).left.load(std::memory_order_acquire) != 0;
 }
 
 void GroupHealth::poison(Failure::Kind kind, Verb op, uint64_t seq, const std::vector<int>& ranks) {
-  Poison& p = team_.header().poison;
+  Poison& p = memory_.header().poison;
   uint32_t none = 0;
   if (p.state.compare_exchange_strong(none, 1)) {
     p.kind = static_cast<uint32_t>(kind);
@@ -82,19 +82,19 @@ void GroupHealth::poison(Failure::Kind kind, Verb op, uint64_t seq, const std::v
       p.ranks[r / 64] |= uint64_t{1} << (r % 64);
     }
     p.state.store(2, std::memory_order_seq_cst);
-    team_.ring_sleepers();
+    memory_.ring_sleepers();
   }
 }
 
 std::optional<Failure> GroupHealth::poisoned() const {
-  if (team_.header().poison.state.load(std::memory_order_acquire) != 2) {
+  if (memory_.header().poison.state.load(std::memory_order_acquire) != 2) {
     return std::nullopt;
   }
   return read_poison();
 }
 
 Failure GroupHealth::read_poison() const {
-  const Poison& p = team_.header().poison;
+  const Poison& p = memory_.header().poison;
   Failure failure;
   failure.kind = p.kind == static_cast<uint32_t>(Failure::Kind::Timeout) ? Failure::Kind::Timeout
                                                                          : Failure::Kind::Closed;
@@ -163,7 +163,7 @@ Failure GroupHealth::timed_out(const Operation& op, const std::vector<int>& miss
        << ", got no answer from " << (missing.empty() ? "any rank" : describe(missing));
   if (!is_point_to_point(op.request.verb)) {
     for (const int p : missing) {
-      const uint64_t at = team_.control(p).stage.load() >> kStepBits;
+      const uint64_t at = memory_.control(p).stage.load() >> kStepBits;
       text << "; rank " << p << " is ";
       if (at >= op.seq()) {
         text << "in the middle of it";

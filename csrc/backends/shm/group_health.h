@@ -1,7 +1,7 @@
 #pragma once
 
-// Whether the ranks of a group can still reach the end of a collective: who is lost, which failure
-// a rank has made everybody's, and how either is told.
+// Whether a group can still complete collectives: which ranks are lost, which failure has ended the
+// group on all ranks, and the texts of both.
 
 #include <atomic>
 #include <optional>
@@ -10,7 +10,7 @@
 
 #include "backends/shm/bootstrap.h"
 #include "backends/shm/engine.h"
-#include "backends/shm/team.h"
+#include "backends/shm/group_memory.h"
 
 namespace c10d_ext::shm {
 
@@ -18,34 +18,34 @@ namespace c10d_ext::shm {
 class GroupHealth {
  public:
   // `pulses`: as in Settings.
-  GroupHealth(const Team& team, const Place& place, std::vector<Peer> peers,
+  GroupHealth(const GroupMemory& memory, const Place& place, std::vector<Peer> peers,
               std::vector<std::atomic<uint32_t>*> pulses);
 
-  // Said by the watcher.
+  // The watcher reports a lost rank.
   void mark_lost(int rank);
   bool any_lost() const {
     return any_lost_.load(std::memory_order_seq_cst);
   }
-  // Also where the kernel has marked the rank's pulse; tells the other ranks then.
+  // Also true once the kernel has marked the rank's pulse; the other ranks are woken then.
   bool is_lost(int rank);
-  // Of those, the ranks that are lost.
+  // The lost ones of `ranks`.
   std::vector<int> lost_among(const std::vector<int>& ranks);
-  // In good order: it has destroyed the group.
+  // Whether the rank has destroyed the group in good order.
   bool has_left(int rank) const;
 
-  // Makes a failure everybody's. The first one stays.
+  // Ends the group on all ranks with this failure, unless another one has ended it.
   void poison(Failure::Kind kind, Verb op, uint64_t seq, const std::vector<int>& ranks);
-  // The one that a rank has made everybody's.
+  // The failure that has ended the group on all ranks.
   std::optional<Failure> poisoned() const;
 
   // "rank 1 (pid 42, sleeping) and rank 3 (pid 44, gone)"
   std::string describe(const std::vector<int>& ranks) const;
 
-  // How an operation fails.
+  // The failures of an operation.
   Failure closed(const Operation& op, const std::string& what) const;
   Failure rank_lost(const Operation& op, const std::vector<int>& gone) const;
   Failure timed_out(const Operation& op, const std::vector<int>& missing) const;
-  // Why the group is broken, as this operation's failure.
+  // The failure that broke the group, as the failure of this operation.
   static Failure restated(Failure why, const Operation& op);
 
   const Place& place() const {
@@ -57,7 +57,7 @@ class GroupHealth {
   std::string describe(int rank) const;
   Failure read_poison() const;
 
-  const Team& team_;
+  const GroupMemory& memory_;
   const Place& place_;
   const std::vector<Peer> peers_;
   const std::vector<std::atomic<uint32_t>*> pulses_;

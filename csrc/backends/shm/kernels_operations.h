@@ -4,7 +4,7 @@ namespace c10d_ext::shm::C10D_EXT_ISA {
 namespace {
 
 template <class Codec>
-struct Operation {
+struct Reducer {
   using V = typename Codec::V;
   // A copy, which no store through a char* can change: it stays in registers.
   const Reduction r;
@@ -18,7 +18,7 @@ struct Operation {
 };
 
 template <class Codec>
-struct Sum : Operation<Codec> {
+struct Sum : Reducer<Codec> {
   using V = typename Codec::V;
   C10D_EXT_INLINE V next(V total, V x, int) const {
     return total + x;
@@ -34,7 +34,7 @@ struct Avg : Sum<Codec> {
 };
 
 template <class Codec>
-struct PremulSum : Operation<Codec> {
+struct PremulSum : Reducer<Codec> {
   using V = typename Codec::V;
   C10D_EXT_INLINE V first(V x) const {
     return x * Codec::factor(this->r.factors[0]);
@@ -45,7 +45,7 @@ struct PremulSum : Operation<Codec> {
 };
 
 template <class Codec>
-struct Product : Operation<Codec> {
+struct Product : Reducer<Codec> {
   using V = typename Codec::V;
   C10D_EXT_INLINE V next(V total, V x, int) const {
     return total * x;
@@ -54,7 +54,7 @@ struct Product : Operation<Codec> {
 
 // Where either is a NaN neither `<` holds, so x is taken: right when x is the NaN.
 template <class Codec>
-struct Min : Operation<Codec> {
+struct Min : Reducer<Codec> {
   using V = typename Codec::V;
   C10D_EXT_INLINE V next(V total, V x, int) const {
     const V least = total < x ? total : x;
@@ -63,7 +63,7 @@ struct Min : Operation<Codec> {
 };
 
 template <class Codec>
-struct Max : Operation<Codec> {
+struct Max : Reducer<Codec> {
   using V = typename Codec::V;
   C10D_EXT_INLINE V next(V total, V x, int) const {
     const V greatest = total > x ? total : x;
@@ -72,7 +72,7 @@ struct Max : Operation<Codec> {
 };
 
 template <class Codec>
-struct Band : Operation<Codec> {
+struct Band : Reducer<Codec> {
   using V = typename Codec::V;
   C10D_EXT_INLINE V next(V total, V x, int) const {
     return total & x;
@@ -80,7 +80,7 @@ struct Band : Operation<Codec> {
 };
 
 template <class Codec>
-struct Bor : Operation<Codec> {
+struct Bor : Reducer<Codec> {
   using V = typename Codec::V;
   C10D_EXT_INLINE V next(V total, V x, int) const {
     return total | x;
@@ -88,7 +88,7 @@ struct Bor : Operation<Codec> {
 };
 
 template <class Codec>
-struct Bxor : Operation<Codec> {
+struct Bxor : Reducer<Codec> {
   using V = typename Codec::V;
   C10D_EXT_INLINE V next(V total, V x, int) const {
     return total ^ x;

@@ -15,15 +15,15 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
-// How long the progress thread leaves work to a caller who is about to wait for it anyway.
+// The progress thread starts this much later: the caller may wait, and so drive, before that.
 constexpr microseconds kHeadStart{100};
-// What is not urgent waits until the thread looks by itself, each kLookEvery for kLinger after it
-// last found something: waking it would cost more than the collective.
-constexpr milliseconds kLookEvery{1};
-constexpr milliseconds kLinger{20};
+// For kPollingTime after it last found work the thread polls, once per kPollInterval, and is not
+// woken for small operations: a wakeup costs more than the collective.
+constexpr milliseconds kPollInterval{1};
+constexpr milliseconds kPollingTime{20};
 
-// Of the thread that calls: woken, it waits for its turn. Otherwise it would take the core from who
-// woke it, in the middle of the call that started something asynchronous.
+// A woken batch thread does not preempt the thread that woke it, which is in the middle of an
+// asynchronous call.
 void become_batch_job() {
   if (sched_getscheduler(0) == SCHED_OTHER) {
     const sched_param none{};
@@ -43,38 +43,38 @@ void ProgressThread::Waiter::resume() {
   progress_.waiters_.fetch_add(1);
 }
 
-// Of the progress thread: one thread at a time.
-class ProgressThread::Shift final : public OnDuty {
+// A thread acts as the progress thread: one at a time.
+class ProgressThread::Active final : public OnDuty {
  public:
-  explicit Shift(ProgressThread& progress) : OnDuty(progress) {}
+  explicit Active(ProgressThread& progress) : OnDuty(progress) {}
   void leave() override {
     std::lock_guard lock(progress_.mutex_);
-    progress_.manned_ = false;
-    progress_.lingers_.store(false);
+    progress_.active_ = false;
+    progress_.polls_.store(false);
     if (progress_.is_left_alone()) {
       progress_.call_thread();
     }
   }
   void resume() override {
     std::lock_guard lock(progress_.mutex_);
-    over_ = progress_.manned_;
-    if (!over_) {
-      progress_.manned_ = true;
-      progress_.lingers_.store(true);
+    replaced_ = progress_.active_;
+    if (!replaced_) {
+      progress_.active_ = true;
+      progress_.polls_.store(true);
     }
   }
-  // Another thread took it over.
-  bool over() const {
-    return over_;
+  // Another thread has taken over.
+  bool replaced() const {
+    return replaced_;
   }
 
  private:
-  bool over_ = false;
+  bool replaced_ = false;
 };
 
 void ProgressThread::wake() {
-  // Either this sees that the thread does not linger any more, or the thread sees what is pending.
-  if (!enabled_ || (lingers_.load() && !driven_.is_urgent())) {
+  // Either this sees that the thread no longer polls, or the thread sees the pending operation.
+  if (!enabled_ || (polls_.load() && !driven_.is_urgent())) {
     return;
   }
   std::lock_guard lock(mutex_);
@@ -88,7 +88,7 @@ void ProgressThread::call_thread() {
     return;
   }
   wanted_ = true;
-  if (manned_) {
+  if (active_) {
     work_arrives_.notify_one();
     return;
   }
@@ -102,18 +102,17 @@ void ProgressThread::call_thread() {
       throw std::system_error(error.code(), "shm: a group needs a thread of its own");
     }
   }
-  manned_ = true;
+  active_ = true;
 }
 
-// Starts with the shift, and waits for another one once that was taken over by a thread that may be
-// in a callback next.
+// Acts as the progress thread until another thread has taken over, then waits as a spare.
 void ProgressThread::run() {
   become_batch_job();
   pthread_setname_np(pthread_self(), "c10d_ext_shm");
   for (;;) {
-    Shift shift(*this);
-    const auto relieved = [&] { return shift.over() || !is_left_alone(); };
-    while (!shift.over()) {
+    Active self(*this);
+    const auto relieved = [&] { return self.replaced() || !is_left_alone(); };
+    while (!self.replaced()) {
       if (!wait_for_work()) {
         return;
       }
@@ -132,18 +131,18 @@ void ProgressThread::run() {
 
 bool ProgressThread::wait_for_work() {
   std::unique_lock lock(mutex_);
-  const auto deadline = Clock::now() + kLinger;
-  lingers_.store(true);
+  const auto deadline = Clock::now() + kPollingTime;
+  polls_.store(true);
   for (;;) {
     if (wanted_ && !stop_) {
       wanted_ = false;
       work_arrives_.wait_for(lock, kHeadStart, [&] { return stop_; });
       return !stop_;
     }
-    if (!lingers_.load()) {
+    if (!polls_.load()) {
       work_arrives_.wait(lock, [&] { return stop_ || wanted_; });
-    } else if (!work_arrives_.wait_for(lock, kLookEvery, [&] { return stop_ || wanted_; })) {
-      lingers_.store(Clock::now() < deadline);
+    } else if (!work_arrives_.wait_for(lock, kPollInterval, [&] { return stop_ || wanted_; })) {
+      polls_.store(Clock::now() < deadline);
       if (is_left_alone()) {
         return true;
       }

@@ -1,6 +1,6 @@
 #pragma once
 
-// The thread of a group that drives its operations while nobody waits for one.
+// The thread of a group that drives its operations while no other thread waits for one.
 
 #include <atomic>
 #include <condition_variable>
@@ -20,37 +20,37 @@ class Driven : public std::enable_shared_from_this<Driven> {
  public:
   virtual ~Driven() = default;
   virtual bool has_pending() const = 0;
-  // Whether some of it should not wait until the thread looks by itself.
+  // Whether an operation should not wait until the progress thread polls.
   virtual bool is_urgent() const = 0;
-  // Works at what is pending until `relieved`, or until `stopping`.
+  // Drives pending operations until `relieved` or `stopping`.
   virtual void drive_until(const std::function<bool()>& relieved,
                            const std::function<bool()>& stopping) = 0;
 };
 
-// Usually one thread. Where it runs a user's callback, which may block until another operation is
-// done, another one takes over, and the first one becomes a spare.
+// Usually one thread. A user's callback that it runs may block until another operation is done:
+// then another thread takes over, and the first one becomes a spare when the callback returns.
 class ProgressThread {
  public:
   // `enabled`: whether there may be a thread at all.
   ProgressThread(Driven& driven, bool enabled) : driven_(driven), enabled_(enabled) {}
 
-  // Something is pending that nobody waits for.
+  // An operation is pending for which no thread waits.
   void wake();
 
-  // The threads end, as soon as they look; there will be no more.
+  // The threads end as soon as they notice; no new ones start.
   void stop();
-  // After stop(): returns when they are gone (but for the one that calls).
+  // After stop(): returns when the threads have ended, except for the calling one.
   void join();
-  // In a forked child, where the threads do not exist.
+  // Forgets the threads, in a forked child, where they do not exist.
   void abandon();
 
-  // A thread that waits drives the operations itself, for as long as one of these lives: the
-  // progress thread leaves the work to it.
+  // While one of these exists, its thread waits and drives the operations, and the progress thread
+  // leaves them to it.
   class Waiter;
 
  private:
   class OnDuty;
-  class Shift;
+  class Active;
 
   bool is_left_alone() const {
     return driven_.has_pending() && waiters_.load() == 0;
@@ -68,19 +68,19 @@ class ProgressThread {
 
   std::mutex mutex_;
   std::condition_variable work_arrives_;
-  // The thread looks by itself, for a while after it last found something.
-  std::atomic<bool> lingers_{false};
+  // The thread polls, for a while after it last found work.
+  std::atomic<bool> polls_{false};
   bool wanted_ = false;
   bool stop_ = false;
-  // Whether a thread has the shift, and how many wait for their turn.
-  bool manned_ = false;
+  // Whether a thread acts as the progress thread, and how many spare threads wait.
+  bool active_ = false;
   int spares_ = 0;
   bool handed_over_ = false;
   std::condition_variable handover_;
   std::list<std::thread> threads_;
 };
 
-// A thread's duty to a group, for as long as it lives.
+// The calling thread drives a group, for as long as this exists.
 class ProgressThread::OnDuty : public Duty {
  protected:
   explicit OnDuty(ProgressThread& progress)

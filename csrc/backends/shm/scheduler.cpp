@@ -19,7 +19,7 @@ void Scheduler::add(const Item& operation) {
   if (is_point_to_point(op.request.verb)) {
     begin(op);
     messages_late_ = std::min(messages_late_, op.submitted_ + op.timeout);
-    postbox_.post(operation);
+    messages_.post(operation);
   } else {
     queue_.push_back(operation);
   }
@@ -38,7 +38,7 @@ bool Scheduler::advance(std::vector<Ended>& ended, bool thorough) {
       }
     }
   }
-  if (!postbox_.idle()) {
+  if (!messages_.idle()) {
     moved |= collect_messages(ended);
   }
   if (!moved && (thorough || ++rounds_without_movement_ % 64 == 0 || health_.any_lost())) {
@@ -60,7 +60,7 @@ std::vector<int> Scheduler::awaited(const Operation& op) const {
   if (is_point_to_point(op.request.verb)) {
     ranks.assign(op.request.peer >= 0 ? 1 : 0, op.request.peer);
   } else if (task_) {
-    ranks = task_.wait().missing();  // whoever an earlier one waits for, this one waits for, too
+    ranks = task_.wait().missing();  // of the collective that runs now, which comes first
   }
   return ranks;
 }
@@ -74,7 +74,7 @@ bool Scheduler::begin_front() {
   Operation& op = *queue_.front();
   try {
     begin(op);
-    task_ = run_collective(team_, op.request, op.seq_, health_.place(), selection_, strict_);
+    task_ = run_collective(memory_, op.request, op.seq_, health_.place(), selection_, strict_);
     return true;
   } catch (const std::exception& e) {
     give_up(op, e.what());
@@ -100,7 +100,7 @@ std::optional<Failure> Scheduler::outcome() {
   }
 }
 
-// Out of memory in the middle of a collective: the others cannot go on without this rank.
+// An exception (out of memory) in the middle of a collective: the other ranks cannot complete it.
 void Scheduler::give_up(const Operation& op, const std::string& why) {
   broken_ = std::make_shared<const Failure>(health_.closed(op, why));
   health_.poison(Failure::Kind::Closed, op.request.verb, op.seq_, {});
@@ -108,8 +108,8 @@ void Scheduler::give_up(const Operation& op, const std::string& why) {
 
 bool Scheduler::collect_messages(std::vector<Ended>& ended) {
   outcomes_.clear();
-  const bool moved = postbox_.advance(outcomes_);
-  for (Postbox::Outcome& o : outcomes_) {
+  const bool moved = messages_.advance(outcomes_);
+  for (PointToPoint::Outcome& o : outcomes_) {
     o.operation->source_rank_ = o.source_rank;
     if (!o.failure) {
       o.operation->on_arrived();
@@ -135,8 +135,8 @@ void Scheduler::look_for_trouble(std::vector<Ended>& ended) {
 bool Scheduler::look_at_collective(Clock::time_point now) {
   const Operation& op = *queue_.front();
   const std::vector<int> gone = health_.lost_among(task_.wait().missing());
-  // What a rank published before it went counts: looked at once more, after lost_among().
-  if (!gone.empty() && !Team::Wait(task_.wait()).over()) {
+  // A lost rank may have published the stage before it was lost: check again after lost_among().
+  if (!gone.empty() && !GroupMemory::Wait(task_.wait()).over()) {
     broken_ = std::make_shared<const Failure>(health_.rank_lost(op, gone));
     return true;
   }
@@ -154,11 +154,11 @@ bool Scheduler::look_at_collective(Clock::time_point now) {
 
 void Scheduler::look_at_messages(Clock::time_point now, std::vector<Ended>& ended) {
   bool lost = false;
-  // Who ended without leaving ends the messages of others, too: the rank at the other end may have
-  // heard of it, and not come any more.
+  // A rank that died without leaving ends messages between other ranks, too: the peer may know of
+  // the death and never post its end.
   std::vector<int> dead;
-  for (int p = 0; p < team_.size() && !postbox_.idle(); ++p) {
-    if (p != team_.rank() && health_.is_lost(p)) {
+  for (int p = 0; p < memory_.size() && !messages_.idle(); ++p) {
+    if (p != memory_.rank() && health_.is_lost(p)) {
       lost = true;
       if (!health_.has_left(p)) {
         dead.push_back(p);
@@ -166,15 +166,15 @@ void Scheduler::look_at_messages(Clock::time_point now, std::vector<Ended>& ende
     }
   }
   if (!lost && now < messages_late_) {
-    return;  // without a look at each of them, of which there may be thousands
+    return;  // without visiting each message: there may be thousands
   }
   messages_late_ = Clock::time_point::max();
   std::vector<Ended> failed;
-  postbox_.each([&](const Item& op, bool started) {
+  messages_.each([&](const Item& op, bool started) {
     const auto late = op->submitted_ + op->timeout;
     const int peer = op->request.peer;
     std::vector<int> gone;
-    for (int p = 0; p < team_.size(); ++p) {
+    for (int p = 0; p < memory_.size(); ++p) {
       if ((peer == p || peer == -1) && health_.is_lost(p)) {
         gone.push_back(p);
       }
@@ -182,7 +182,7 @@ void Scheduler::look_at_messages(Clock::time_point now, std::vector<Ended>& ende
     if (gone.empty() && !dead.empty()) {
       gone = dead;
       if (started && !broken_) {
-        // Half of it is there.
+        // A part of the message has been written.
         broken_ = std::make_shared<const Failure>(health_.rank_lost(*op, gone));
       }
     }
@@ -197,13 +197,13 @@ void Scheduler::look_at_messages(Clock::time_point now, std::vector<Ended>& ende
       }
       failed.push_back({op, health_.timed_out(*op, missing)});
       if (started) {
-        // Half of a message cannot be taken back.
+        // A started message cannot be cancelled.
         health_.poison(Failure::Kind::Timeout, op->request.verb, op->seq_, missing);
       }
     }
   });
   for (Ended& e : failed) {
-    postbox_.remove(e.operation);
+    messages_.remove(e.operation);
     ended.push_back(std::move(e));
   }
 }
@@ -221,13 +221,13 @@ void Scheduler::fail_all(std::vector<Ended>& ended) {
     take_front(ended, GroupHealth::restated(*broken_, *queue_.front()));
   }
   std::vector<Item> rest;
-  postbox_.each([&](const Item& op, bool) {
+  messages_.each([&](const Item& op, bool) {
     if (std::find(rest.begin(), rest.end(), op) == rest.end()) {
       rest.push_back(op);
     }
   });
   for (const auto& op : rest) {
-    postbox_.remove(op);
+    messages_.remove(op);
     ended.push_back({op, GroupHealth::restated(*broken_, *op)});
   }
 }

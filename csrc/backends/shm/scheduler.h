@@ -1,6 +1,6 @@
 #pragma once
 
-// What a rank has to do, and in which order: collectives one after the other, messages beside them.
+// The pending operations of a rank: collectives in order, one at a time, and messages beside them.
 
 #include <cstdint>
 #include <deque>
@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "backends/shm/group_health.h"
-#include "backends/shm/postbox.h"
+#include "backends/shm/point_to_point.h"
 #include "backends/shm/select.h"
 #include "backends/shm/task.h"
 
@@ -26,26 +26,27 @@ class Scheduler {
     std::optional<Failure> failure;
   };
 
-  Scheduler(const Team& team, const Selection& selection, bool strict, GroupHealth& health)
-      : team_(team),
+  Scheduler(const GroupMemory& memory, const Selection& selection, bool strict, GroupHealth& health)
+      : memory_(memory),
         selection_(selection),
         strict_(strict),
         health_(health),
-        postbox_(team, health.place()) {}
+        messages_(memory, health.place()) {}
 
-  // Gives the operation its number. A failure: the group is broken, and the operation cannot run.
+  // Gives the operation its sequence number. Returns a failure if the group is broken.
   std::optional<Failure> number(Operation& op);
   // Queues an operation that has a number.
   void add(const Item& operation);
 
-  // One round over everything that is pending; appends what has ended. False: nothing moved.
-  // Now and then, and when `thorough`, a round without movement looks for the reason.
+  // One round over all pending operations; appends those that have ended. False: nothing moved.
+  // Every 64th round without movement, and each one when `thorough`, looks for lost ranks, timeouts
+  // and a failure of another rank.
   bool advance(std::vector<Ended>& ended, bool thorough = false);
 
-  // Ends everything, unless the group is broken already for this reason.
+  // Ends all operations with this failure, or with the earlier one that broke the group.
   void fail(Failure why, std::vector<Ended>& ended);
 
-  // The ranks that an operation which is not done waits for.
+  // The ranks for which a pending operation waits.
   std::vector<int> awaited(const Operation& op) const;
   uint64_t seq() const {
     return seq_;
@@ -62,24 +63,24 @@ class Scheduler {
   bool collect_messages(std::vector<Ended>& ended);
   void give_up(const Operation& op, const std::string& why);
 
-  // Nothing moves: is that for good?
+  // Checks whether the wait can still end.
   void look_for_trouble(std::vector<Ended>& ended);
-  // Whether that broke the group.
+  // True: the group is broken now.
   bool look_at_collective(Clock::time_point now);
   void look_at_messages(Clock::time_point now, std::vector<Ended>& ended);
   void notice_poison();
   void fail_all(std::vector<Ended>& ended);
 
-  const Team& team_;
+  const GroupMemory& memory_;
   const Selection& selection_;
   const bool strict_;
   GroupHealth& health_;
   std::deque<Item> queue_;
   Task task_;  // of queue_.front()
-  Postbox postbox_;
-  // No message is late before.
+  PointToPoint messages_;
+  // No message times out before this.
   Clock::time_point messages_late_ = Clock::time_point::max();
-  std::vector<Postbox::Outcome> outcomes_;
+  std::vector<PointToPoint::Outcome> outcomes_;
   uint64_t seq_ = 0;
   uint64_t point_to_point_seq_ = 0;
   unsigned rounds_without_movement_ = 0;

@@ -1,26 +1,26 @@
 #pragma once
 
-// The coroutines that wait for what other ranks publish.
+// Coroutines that wait until other ranks have reached a stage.
 
 #include <coroutine>
 #include <exception>
 #include <optional>
 #include <utility>
 
-#include "backends/shm/team.h"
+#include "backends/shm/group_memory.h"
 
 namespace c10d_ext::shm {
 
-// A collective, or a part of one, under way. It runs until it would have to wait and is resumed
-// once the wait is over, by whichever thread drives the engine; between two waits it does a chunk's
-// worth of work. A task that awaits another one goes on when that one has finished.
+// A running collective, or a part of one. It runs until it has to wait, and the thread that drives
+// the engine resumes it once the wait is over; between two waits it moves about one chunk. A task
+// that awaits another task continues when that one has finished.
 class Task {
  public:
   struct promise_type;
   using Handle = std::coroutine_handle<promise_type>;
 
   struct promise_type {
-    Team::Wait wait;
+    GroupMemory::Wait wait;
     // The task that is awaited; null: none.
     Handle part;
     std::optional<Failure> failure;
@@ -47,7 +47,7 @@ class Task {
     void unhandled_exception() {
       error = std::current_exception();
     }
-    // What it has come to, once it has finished.
+    // Once the task has finished.
     std::optional<Failure> outcome() {
       if (error) {
         std::rethrow_exception(error);
@@ -56,7 +56,7 @@ class Task {
     }
 
     struct WaitAwaiter {
-      Team::Wait wait;
+      GroupMemory::Wait wait;
       bool await_ready() {
         return wait.over();
       }
@@ -65,7 +65,7 @@ class Task {
       }
       void await_resume() {}
     };
-    WaitAwaiter await_transform(Team::Wait w) {
+    WaitAwaiter await_transform(GroupMemory::Wait w) {
       return {w};
     }
 
@@ -80,14 +80,14 @@ class Task {
       }
     };
     PartAwaiter await_transform(Task&& task) {
-      wait.rank = Team::kNobody;
+      wait.rank = GroupMemory::kNobody;
       part = std::exchange(task.handle_, {});
       return {*this};
     }
 
-    // Lets whoever drives the engine look at its watch.
+    // Returns to the driving thread, which checks its deadline.
     std::suspend_always await_transform(std::suspend_always pause) {
-      wait.rank = Team::kNobody;
+      wait.rank = GroupMemory::kNobody;
       return pause;
     }
   };
@@ -107,14 +107,14 @@ class Task {
   explicit operator bool() const {
     return static_cast<bool>(handle_);
   }
-  // False: still waiting, nothing was done.
+  // False: the wait is not over, nothing was done.
   bool advance() {
     return advance(handle_);
   }
   bool finished() const {
     return handle_.done();
   }
-  const Team::Wait& wait() const {
+  const GroupMemory::Wait& wait() const {
     Handle innermost = handle_;
     while (innermost.promise().part) {
       innermost = innermost.promise().part;

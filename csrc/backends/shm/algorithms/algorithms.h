@@ -25,15 +25,15 @@ constexpr size_t chunks(size_t bytes, size_t chunk) {
   return (bytes + chunk - 1) / chunk;
 }
 
-// Every rank lays its data beside its announcement, and every rank reads from everyone: the
-// collective takes one meeting of all ranks.
+// Every rank writes its data next to its header before it publishes the header, and then reads from
+// all ranks: one synchronization.
 namespace eager {
 
-// Whether there is room beside the announcement.
+// Whether the input fits next to the header.
 bool fits(const Collective& c);
-// Before the announcement: writes what the others read.
+// Before the header is published: writes what the other ranks read.
 void write(const Collective& c);
-// After it: nothing is left to do for others.
+// Once all ranks have entered.
 void read(const Collective& c);
 
 }  // namespace eager
@@ -41,10 +41,11 @@ void read(const Collective& c);
 // all_reduce and reduce: rank q reduces the q-th part of each chunk for everyone.
 Task run_two_shot(const Collective& c);
 
-// Two ranks that both give and take: each writes its next piece where it has read the other's.
+// Two ranks that both send and receive: each writes its next piece where it has read the peer's.
 Task run_swap(const Collective& c);
 
-// Everything else that moves parts between ranks, and reduce_scatter.
+// All collectives that move parts between ranks, and reduce_scatter: senders write chunks ahead of
+// the receivers.
 Task run_pipelined(const Collective& c);
 
 }  // namespace c10d_ext::shm

@@ -6,10 +6,10 @@ namespace c10d_ext::shm::eager {
 
 namespace {
 
-// What a rank reads at most without a look at its watch.
+// A rank reads at most this much without checking its deadline.
 constexpr size_t kMostAtOnce = size_t{1} << 20;
 
-// Whether a source is this rank's part for itself, which it takes from the source.
+// Whether a source is this rank's part for itself, which it reads from the source directly.
 bool is_kept(const Collective& c, const BufferView& source) {
   const auto& sources = c.sources();
   return sources.size() > 1 && &source == &sources[static_cast<size_t>(c.me_)] &&
@@ -17,7 +17,7 @@ bool is_kept(const Collective& c, const BufferView& source) {
 }
 
 void read_and_reduce(const Collective& c, size_t offset, size_t part) {
-  const auto contribution = [&](int rank) { return c.team_.eager(rank, c.seq_) + offset; };
+  const auto contribution = [&](int rank) { return c.memory_.eager(rank, c.seq_) + offset; };
   if (c.request_.targets[0].size() == 1) {
     c.reduce_range(c.source(c.me_), 0, part, &c.target(0), nullptr, contribution,
                    /*streaming=*/false);
@@ -37,7 +37,7 @@ void read_and_reduce(const Collective& c, size_t offset, size_t part) {
 }  // namespace
 
 bool fits(const Collective& c) {
-  size_t most = c.team_.layout().eager_bytes();
+  size_t most = c.memory_.layout().eager_bytes();
   if (c.verb() == Verb::AllGather || c.verb() == Verb::Gather) {
     most = std::min(most, kMostAtOnce / static_cast<size_t>(c.n_));
   }
@@ -45,7 +45,7 @@ bool fits(const Collective& c) {
 }
 
 void write(const Collective& c) {
-  std::byte* to = c.team_.eager(c.me_, c.seq_);
+  std::byte* to = c.memory_.eager(c.me_, c.seq_);
   for (const BufferView& source : c.sources()) {
     if (!is_kept(c, source)) {
       source.read(0, source.bytes(), to);
@@ -57,7 +57,7 @@ void write(const Collective& c) {
 void read(const Collective& c) {
   const size_t part = c.part_bytes();
   const size_t mine = static_cast<size_t>(c.me_) * part;
-  const auto from = [&c](int rank) { return c.team_.eager(rank, c.seq_); };
+  const auto from = [&c](int rank) { return c.memory_.eager(rank, c.seq_); };
   switch (c.verb()) {
     case Verb::Reduce:
       if (c.is_root()) {

@@ -17,12 +17,14 @@ class Pipeline {
     const bool to_root = verb == Verb::Gather;
     sends_ = !rooted || c.is_root() != to_root;
     receives_ = !rooted || c.is_root() == to_root;
-    readers = !sends_ ? Team::kNobody : to_root ? c.request_.root : Team::kAll;
-    writers = !receives_ ? Team::kNobody : rooted && !to_root ? c.request_.root : Team::kAll;
+    readers = !sends_ ? GroupMemory::kNobody : to_root ? c.request_.root : GroupMemory::kAll;
+    writers = !receives_           ? GroupMemory::kNobody
+              : rooted && !to_root ? c.request_.root
+                                   : GroupMemory::kAll;
 
-    const size_t room = c.team_.layout().bulk_bytes() / kDepth;
-    chunk_ =
-        std::min(kChunk, (personal_ ? room / static_cast<size_t>(c.n_) : room)) / kApart * kApart;
+    const size_t room = c.memory_.layout().bulk_bytes() / kDepth;
+    chunk_ = std::min(kChunk, (personal_ ? room / static_cast<size_t>(c.n_) : room)) /
+             kCacheLinePair * kCacheLinePair;
     size_t received = 0;
     for (int p = 0; p < c.n_; ++p) {
       if (p != c.me_ && sends_) {
@@ -95,7 +97,7 @@ class Pipeline {
 
  private:
   bool reads_from(int rank) const {
-    return receives_ && (writers == Team::kAll || writers == rank);
+    return receives_ && (writers == GroupMemory::kAll || writers == rank);
   }
   bool keeps_own() const {
     return c_.verb() != Verb::ReduceScatter && !c_.request_.sources.empty() && c_.has_targets();
@@ -106,7 +108,7 @@ class Pipeline {
   }
   std::byte* slot(int from, size_t i, int to) const {
     const size_t width = personal_ ? chunk_ * static_cast<size_t>(c_.n_) : chunk_;
-    return c_.team_.bulk(from) + (i % kDepth) * width +
+    return c_.memory_.bulk(from) + (i % kDepth) * width +
            (personal_ ? static_cast<size_t>(to) * chunk_ : 0);
   }
 
@@ -123,19 +125,19 @@ Task run_pipelined(const Collective& c) {
   for (size_t i = 0; i < iterations; ++i) {
     if (i < p.writes) {
       if (i >= Pipeline::kDepth) {
-        co_await c.team_.until(p.readers, p.read(i - Pipeline::kDepth));
+        co_await c.memory_.until(p.readers, p.read(i - Pipeline::kDepth));
       }
       p.write_chunk(i);
-      c.team_.publish(p.written(i));
+      c.memory_.publish(p.written(i));
     }
     if (i < p.own) {
       p.keep_chunk(i);
     }
     if (i >= 1 && i - 1 < p.reads) {
-      co_await c.team_.until(p.writers, p.written(i - 1));
+      co_await c.memory_.until(p.writers, p.written(i - 1));
       p.read_chunk(i - 1);
     }
-    c.team_.publish(p.through(i));
+    c.memory_.publish(p.through(i));
     co_await std::suspend_always{};
   }
   co_return std::nullopt;

@@ -18,7 +18,7 @@ class Swap {
     gives_ = &c.source(all ? c.me_ : peer_);
     takes_ = &c.target(reduces_ ? c.me_ : peer_);
     const size_t bytes = std::max(gives_->bytes(), takes_->bytes());
-    const size_t room = c.team_.layout().bulk_bytes() / kDepth / kPiece * kPiece;
+    const size_t room = c.memory_.layout().bulk_bytes() / kDepth / kPiece * kPiece;
     const size_t wanted = round_up(chunks(bytes, 2 * kDepth), kPiece);
     chunk_ = std::min({std::max(wanted, kMinChunk), kChunk, room});
     const size_t own_bytes = reduces_ ? 0 : c.target(c.me_).bytes();
@@ -77,7 +77,7 @@ class Swap {
   // Where `rank` writes chunk k: each of the two in the other's last but kDepth.
   std::byte* place(int rank, size_t k) const {
     const int side = rank ^ static_cast<int>(k / kDepth & 1);
-    return c_.team_.bulk(side) + k % kDepth * chunk_;
+    return c_.memory_.bulk(side) + k % kDepth * chunk_;
   }
 
   const Collective& c_;
@@ -94,14 +94,14 @@ Task run_swap(const Collective& c) {
   const Swap s(c);
   for (size_t k = 0; k < std::min(Swap::kDepth, s.swaps); ++k) {
     s.write_chunk(k);
-    c.team_.publish(s.written(k));
+    c.memory_.publish(s.written(k));
   }
   for (size_t k = 0; k < std::max(s.swaps, s.own); ++k) {
     if (k < s.swaps) {
-      co_await c.team_.until(Team::kAll, s.written(k));
+      co_await c.memory_.until(GroupMemory::kAll, s.written(k));
       s.swap_chunk(k);
       if (k + Swap::kDepth < s.swaps) {
-        c.team_.publish(s.written(k + Swap::kDepth));
+        c.memory_.publish(s.written(k + Swap::kDepth));
       }
     }
     if (k < s.own) {

@@ -10,8 +10,9 @@ class TwoShot {
  public:
   explicit TwoShot(const Collective& c) : c_(c), n_(static_cast<size_t>(c.n_)) {
     bytes_ = c.source(0).bytes();
-    const size_t most = c.team_.layout().bulk_bytes() / (2 * n_ + 2) / kApart * kApart;
-    const size_t wanted = round_up(chunks(bytes_, 4 * n_), kApart);
+    const size_t most =
+        c.memory_.layout().bulk_bytes() / (2 * n_ + 2) / kCacheLinePair * kCacheLinePair;
+    const size_t wanted = round_up(chunks(bytes_, 4 * n_), kCacheLinePair);
     part_ = std::min({std::max(wanted, kMinChunk), kChunk, most});
     chunk_count = chunks(bytes_, part_ * n_);
     collects_ = c.verb() == Verb::AllReduce || c.is_root();
@@ -56,15 +57,15 @@ class TwoShot {
   std::pair<size_t, size_t> range(size_t k, size_t q) const {
     const size_t begin = k * part_ * n_;
     const size_t whole = std::min(part_ * n_, bytes_ - begin);
-    const size_t each = round_up(chunks(whole, n_), kApart);
+    const size_t each = round_up(chunks(whole, n_), kCacheLinePair);
     const size_t offset = std::min(q * each, whole);
     return {begin + offset, std::min(each, whole - offset)};
   }
   std::byte* contribution(int from, size_t k, size_t to) const {
-    return c_.team_.bulk(from) + ((k & 1) * n_ + to) * part_;
+    return c_.memory_.bulk(from) + ((k & 1) * n_ + to) * part_;
   }
   std::byte* result(int from, size_t k) const {
-    return c_.team_.bulk(from) + (2 * n_ + (k & 1)) * part_;
+    return c_.memory_.bulk(from) + (2 * n_ + (k & 1)) * part_;
   }
 
   const Collective& c_;
@@ -80,18 +81,18 @@ Task run_two_shot(const Collective& c) {
   // reduced it, and result k - 2 when all have written chunk k: both are waited for anyway.
   if (t.chunk_count > 0) {
     t.write_chunk(0);
-    c.team_.publish(t.written(0));
+    c.memory_.publish(t.written(0));
   }
   for (size_t k = 0; k < t.chunk_count; ++k) {
     if (k + 1 < t.chunk_count) {
       t.write_chunk(k + 1);
-      c.team_.publish(t.written(k + 1));
+      c.memory_.publish(t.written(k + 1));
     }
-    co_await c.team_.until(Team::kAll, t.written(k));
+    co_await c.memory_.until(GroupMemory::kAll, t.written(k));
     t.reduce_chunk(k);
-    c.team_.publish(t.reduced(k));
+    c.memory_.publish(t.reduced(k));
     co_await std::suspend_always{};
-    co_await c.team_.until(Team::kAll, t.reduced(k));
+    co_await c.memory_.until(GroupMemory::kAll, t.reduced(k));
     t.collect_chunk(k);
   }
   co_return std::nullopt;

@@ -12,9 +12,9 @@
 
 namespace c10d_ext::shm {
 
-class Team {
+class GroupMemory {
  public:
-  Team(std::shared_ptr<Mapping> mapping, int rank, int size, size_t arena)
+  GroupMemory(std::shared_ptr<Mapping> mapping, int rank, int size, size_t arena)
       : rank_(rank),
         size_(size),
         layout_(size, arena),
@@ -43,13 +43,13 @@ class Team {
   CollectiveHeader& header(int rank, uint64_t seq) const {
     return *reinterpret_cast<CollectiveHeader*>(base_ + layout_.header(rank, seq));
   }
-  // Room for small data that may be written before a collective is announced: what lies there was
-  // last read in the collective before the last, which everyone has left by then, since this rank
-  // has seen all of them enter the last.
+  // Memory for small data, which a rank may write before it announces the collective. The previous
+  // contents were read two collectives ago; every rank has left that one, since this rank has seen
+  // all of them enter the one after it.
   std::byte* eager(int rank, uint64_t seq) const {
     return base_ + layout_.header(rank, seq) + sizeof(CollectiveHeader);
   }
-  // Room for everything else: free from the moment that everyone has entered the collective.
+  // Memory for all other data. Free once every rank has entered the collective.
   std::byte* bulk(int rank) const {
     return base_ + layout_.bulk(rank);
   }
@@ -61,7 +61,7 @@ class Team {
            (number % Mailbox::kHalves) * layout_.half_bytes();
   }
 
-  // Everything this rank wrote so far becomes visible to whoever sees `stage` reached.
+  // Everything that this rank has written is visible to a rank that sees `stage` reached.
   //
   // Sequentially consistent, as are the waiter's `sleepers` and the loads in reached(): either the
   // publisher sees the sleeper, or the sleeper sees the stage when it looks again before it sleeps.
@@ -73,7 +73,7 @@ class Team {
     return control(rank).stage.load(std::memory_order_seq_cst) >= stage;
   }
 
-  // After a seq_cst store that `rank` may be waiting for.
+  // Wakes the threads of `rank` that sleep. After a seq_cst store for which they may wait.
   void ring(int rank) const {
     Control& c = control(rank);
     if (c.sleepers.load(std::memory_order_seq_cst) != 0) {
@@ -89,14 +89,14 @@ class Team {
     }
   }
 
-  // What a coroutine waits for: `rank` (every rank but this one if kAll) has reached `stage`.
+  // The condition on which a coroutine waits: `rank` (kAll: every other rank) has reached `stage`.
   static constexpr int kAll = -1;
   static constexpr int kNobody = -2;
   struct Wait {
-    const Team* team = nullptr;
+    const GroupMemory* memory = nullptr;
     int rank = kNobody;
     uint64_t stage = 0;
-    // Ranks below this one have been seen to be there.
+    // All ranks below this one are known to have reached it.
     int seen = 0;
 
     bool over() {
@@ -104,20 +104,20 @@ class Team {
         return true;
       }
       if (rank != kAll) {
-        return team->reached(rank, stage);
+        return memory->reached(rank, stage);
       }
-      for (; seen < team->size(); ++seen) {
-        if (seen != team->rank() && !team->reached(seen, stage)) {
+      for (; seen < memory->size(); ++seen) {
+        if (seen != memory->rank() && !memory->reached(seen, stage)) {
           return false;
         }
       }
       return true;
     }
-    // The ranks that are not there yet.
+    // The ranks that have not reached it.
     std::vector<int> missing() const {
       std::vector<int> ranks;
-      for (int p = 0; p < team->size(); ++p) {
-        if (p != team->rank() && (rank == kAll || rank == p) && !team->reached(p, stage)) {
+      for (int p = 0; p < memory->size(); ++p) {
+        if (p != memory->rank() && (rank == kAll || rank == p) && !memory->reached(p, stage)) {
           ranks.push_back(p);
         }
       }
