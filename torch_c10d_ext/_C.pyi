@@ -139,6 +139,7 @@ def connect_shm(
     inline_time: timedelta,
     progress_thread: bool,
     strict: bool,
+    algorithms: str,
 ) -> tuple[dist.Backend | None, str, str]: ...
 
 class GlobalRanks:

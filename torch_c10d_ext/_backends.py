@@ -58,6 +58,8 @@ def shm_settings() -> dict[str, Any]:
         "inline_time": dt.timedelta(microseconds=_number("INLINE_US", 20, at_most=_MAX_US)),
         "progress_thread": _flag("THREAD", True),
         "strict": _flag("STRICT", False),
+        # Parsed by connect_shm(), which raises a ValueError as well.
+        "algorithms": os.environ.get("TORCH_C10D_EXT_SHM_ALGORITHMS", ""),
     }
 
 

@@ -12,6 +12,7 @@
 #include "backends/shm/layout.h"
 #include "backends/shm/live_group.h"
 #include "backends/shm/operation.h"
+#include "backends/shm/select.h"
 #include "backends/shm/work.h"
 #include "base/exceptions.h"
 #include "control/open_groups.h"
@@ -61,8 +62,8 @@ ShmBackend::WorkPtr ShmBackend::endCoalescing() {
   OperationPtr last;
   std::vector<WorkPtr> works;
   for (const auto& call : calls) {
-    const auto verb = call->request.verb;
-    const bool collective = verb != OpType::Send && verb != OpType::Recv;
+    const auto type = call->request.type;
+    const bool collective = type != OpType::Send && type != OpType::Recv;
     if (collective && last && last->can_carry(*call)) {
       last->carry(call);
       call->release(last);
@@ -185,8 +186,8 @@ void bind_shm(pybind11::module_& m) {
       [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Milliseconds timeout,
          const std::string& group_name, const GlobalRanks& global_ranks, size_t arena,
          std::chrono::microseconds spin_time, std::chrono::microseconds inline_time,
-         bool progress_thread,
-         bool strict) -> std::tuple<c10::intrusive_ptr<c10d::Backend>, std::string, std::string> {
+         bool progress_thread, bool strict, const std::string& algorithms)
+          -> std::tuple<c10::intrusive_ptr<c10d::Backend>, std::string, std::string> {
         c10d::Backend::Options options("shm", timeout);
         options.group_name = group_name;
         ShmBackend::Settings settings;
@@ -195,12 +196,14 @@ void bind_shm(pybind11::module_& m) {
         settings.engine.inline_time = inline_time;
         settings.engine.progress_thread = progress_thread;
         settings.engine.strict = strict;
+        static_cast<void>(shm::parse_rules(algorithms));  // a mistake is told before ranks meet
+        settings.engine.algorithms = algorithms;
         auto connected = ShmBackend::connect(store, rank, size, options, settings, global_ranks);
         return {connected.backend, connected.why_not, connected.session};
       },
       py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("group_name"),
       py::arg("global_ranks"), py::kw_only(), py::arg("arena"), py::arg("spin_time"),
-      py::arg("inline_time"), py::arg("progress_thread"), py::arg("strict"),
+      py::arg("inline_time"), py::arg("progress_thread"), py::arg("strict"), py::arg("algorithms"),
       py::call_guard<py::gil_scoped_release>());
   m.def("close_shm_groups", &ShmBackend::close_all, py::arg("grace"),
         py::call_guard<py::gil_scoped_release>());

@@ -135,8 +135,8 @@ class ShmBackend final : public SplittableBackend,
 
   static OperationPtr& spare();
   static void recycle(OperationPtr operation);
-  OperationPtr make(const Call& call, OpType verb) const;
-  OperationPtr make(const Call& call, OpType verb, const Reduction& reduction,
+  OperationPtr make(const Call& call, OpType type) const;
+  OperationPtr make(const Call& call, OpType type, const Reduction& reduction,
                     c10::ScalarType dtype) const;
   WorkPtr launch(const Call& call, OperationPtr operation);
 

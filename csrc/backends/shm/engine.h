@@ -21,9 +21,6 @@
 
 namespace c10d_ext::shm {
 
-// As everywhere in csrc; the files of the engine have always called it so.
-using Verb = OpType;
-
 struct Piece {
   std::byte* data;
   size_t bytes;
@@ -34,10 +31,11 @@ using Buffer = std::vector<Piece>;
 
 size_t bytes_of(const Buffer& buffer);
 
-// What a rank asks for. Sources are read and targets written until the operation is done; a target
-// may be the very same memory as this rank's own source, apart from that nothing overlaps.
+// One collective or message, as one rank requests it. Sources are read and targets written until
+// the operation is done. A target may be exactly the memory of this rank's own source; apart from
+// that nothing overlaps.
 //
-//   verb           sources                        targets
+//   type           sources                        targets
 //   Barrier        -                              -
 //   AllReduce      1                              1, same sizes
 //   Reduce         1                              1 on root, else 0
@@ -52,10 +50,11 @@ size_t bytes_of(const Buffer& buffer);
 //
 //   SparseAllReduce  1, known when it begins      N, from room(): what rank p sent
 //
-// AllGather, ReduceScatter, AllToAll, Gather and Scatter take parts of different sizes, and so does
-// SparseAllReduce, whose ranks need not know them: it adds nothing up.
+// AllGather, ReduceScatter, AllToAll, Gather and Scatter take parts of different sizes. So does
+// SparseAllReduce, which gathers the parts without reducing them, and whose ranks need not know the
+// sizes.
 struct Request {
-  Verb verb = Verb::Barrier;
+  OpType type = OpType::Barrier;
   // The elements; sizes are in bytes everywhere.
   DType dtype = DType::Bytes;
   ReduceOp reduce_op = ReduceOp::None;
@@ -67,15 +66,15 @@ struct Request {
   std::vector<Buffer> targets;
   // Compared across ranks under Settings::strict; see add_shape().
   uint64_t shapes = 0;
-  // Compared always: the bytes of each tensor, where several travel together.
+  // Always compared: the bytes of each tensor, where several are sent as one collective.
   std::vector<uint64_t> members;
-  // Of a SparseAllReduce, which compares it, and `shapes`, always.
+  // Of a SparseAllReduce, which always compares it and `shapes`.
   int sparse_dims = 0;
-  // Of a SparseAllReduce: makes its targets, given the bytes of each rank's source. Called as
-  // Operation::on_begin() is.
+  // Of a SparseAllReduce: allocates its targets, given the bytes of each rank's source. Called
+  // under the conditions of Operation::on_begin().
   std::function<std::vector<Buffer>(const std::vector<uint64_t>& bytes)> room;
-  // Whether the caller may go on to something else. If not, the thread that waits does the work and
-  // the progress thread is left asleep.
+  // Whether the caller may do something else before it waits. If not, the thread that waits drives
+  // the operation, and the progress thread is not woken.
   bool async = true;
 };
 
@@ -88,12 +87,14 @@ class Operation {
   explicit Operation(Request r, std::chrono::milliseconds t) : request(std::move(r)), timeout(t) {}
   virtual ~Operation() = default;
 
-  // All are called once, by the thread that drives the engine, and may not throw, but for
-  // on_begin() of a collective, which ends the group then.
-  // Under the engine's lock, and so in the order of collectives; must not take the GIL nor use the
-  // engine. When the work begins: nothing has been read, of the request neither.
+  // The thread that drives the engine calls each of them once. They must not throw, except for
+  // on_begin() of a collective, which ends the group by throwing.
+  //
+  // When the operation begins, before the request or any data is read. Called under the engine's
+  // lock, and so in the order of collectives: must not take the GIL nor use the engine.
   virtual void on_begin() {}
-  // When all has been written, and the next one has not begun. Not of what has failed.
+  // When all data has been written, before the next collective begins. Under the engine's lock,
+  // too. Not called for an operation that failed.
   virtual void on_arrived() {}
   // Before the operation counts as done, without locks. `failure` is null on success.
   virtual void on_done(const Failure* failure) {
@@ -117,7 +118,7 @@ class Operation {
   Clock::duration duration() const {
     return ended_ - begun_;
   }
-  // As good as new, for a caller who alone still has it.
+  // Resets the operation for another use, by its only owner.
   void renew() {
     done_.store(false, std::memory_order_relaxed);
     failure_.reset();
@@ -131,6 +132,7 @@ class Operation {
 
  private:
   friend class Engine;
+  friend class Scheduler;
   std::atomic<bool> done_{false};
   std::optional<Failure> failure_;
   uint64_t seq_ = 0;
@@ -140,24 +142,27 @@ class Operation {
 };
 
 struct Settings {
-  std::string group = "default";              // for texts
+  std::string group = "default";              // for error texts
   std::chrono::microseconds inline_time{20};  // how long submit() itself works at an operation
   std::chrono::microseconds spin_time{100};   // busy waiting before sleeping
   bool progress_thread = true;
   bool strict = false;  // compare shapes too, not only element counts
-  // When given, by rank: words of the shared memory that the kernel marks with FUTEX_OWNER_DIED
-  // when a rank's process begins to end, and then wakes who sleeps on them (peer_lost() may come
-  // much later).
+  // How the choice of algorithms is overridden: see select.h. The same on all ranks, or collectives
+  // end with a mismatch.
+  std::string algorithms;
+  // By rank, or empty: words of the shared memory that the kernel marks with FUTEX_OWNER_DIED when
+  // the rank's process begins to end; it then wakes one sleeper (peer_lost() may come much later).
   std::vector<std::atomic<uint32_t>*> pulses;
 };
 
-// Thread safe. Collectives run in the order of submission; sends and receives beside them.
+// Thread safe. Collectives run in the order of submission; sends and receives run beside them.
 class Engine {
  public:
   // The size of the mapping for a group; `arena` bytes per rank carry the data.
   static size_t mapping_bytes(int size, size_t arena);
 
-  // `arena` as given to mapping_bytes().
+  // `arena` as given to mapping_bytes(). Throws std::invalid_argument where `settings.algorithms`
+  // is not what parse_rules() takes.
   Engine(std::shared_ptr<Mapping> mapping, size_t arena, int rank, int size,
          std::vector<Peer> peers, Settings settings);
   // close()s.
@@ -165,33 +170,33 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // Starts an operation and works at it for a short bounded time. Never throws: whatever goes wrong
-  // ends the operation with a failure.
+  // Starts an operation and drives it for a short bounded time. Never throws: an error ends the
+  // operation with a failure.
   void submit(const std::shared_ptr<Operation>& operation);
 
-  // Blocks until the operation is done, working at it. False: not done within `timeout` (none: the
-  // operation's own timeout ends it). `interrupt` is called about every 50 ms and may throw; the
-  // operation goes on in the background then.
+  // Drives the operation until it is done. False: not done within `timeout` (none: the operation's
+  // own timeout ends it). `interrupt` is called about every 50 ms and may throw; then the operation
+  // continues in the background.
   bool wait(Operation& operation, std::optional<std::chrono::milliseconds> timeout,
             const std::function<void()>& interrupt);
 
-  // The ranks that an operation which is not done waits for, as far as is known here, and a text
-  // that names them with their states.
+  // The ranks for which a pending operation waits, as far as this rank knows, and a text that names
+  // them with the states of their processes.
   std::pair<std::vector<int>, std::string> awaited(const Operation& operation) const;
 
-  // Said by the watcher. Operations that need the rank fail, now and later.
+  // The watcher reports a lost rank. Operations that need it fail, now and later.
   void peer_lost(int rank);
 
-  // Fails everything that is pending, here and on all other ranks, now and later.
+  // Fails all operations, pending and future ones, on this rank and on all others.
   void abort(const std::string& why);
 
-  // Ends what is pending, for at most `grace`, then leaves: the threads are gone when it returns.
-  // Idempotent.
+  // Drives pending operations for at most `grace`, fails the rest, and leaves the group. The
+  // threads are gone when it returns. Idempotent.
   void close(std::chrono::milliseconds grace = std::chrono::milliseconds(0));
 
   // Collectives submitted so far.
   uint64_t seq() const;
-  // Why nothing can run here any more (a lost rank, a timeout, an abort), or null.
+  // Why the group can run no more operations (a lost rank, a timeout, an abort), or null.
   std::shared_ptr<const Failure> broken() const;
   int rank() const;
   int size() const;

@@ -53,13 +53,13 @@ class ShmBackend::TensorOperation final : public shm::Operation {
   TensorOperation() : shm::Operation({}, {}) {}
 
   // Everything that a call sets is set here.
-  void start(std::string_view op, OpType verb, std::chrono::milliseconds limit, const Group& place,
+  void start(std::string_view op, OpType type, std::chrono::milliseconds limit, const Group& place,
              size_t sources, size_t targets) {
     op_ = op;
     place_ = &place;
     span_ = ProfilerSpan::open(op);
     timeout = limit;
-    request.verb = verb;
+    request.type = type;
     request.sources.resize(sources);
     request.targets.resize(targets);
   }
@@ -154,7 +154,7 @@ class ShmBackend::TensorOperation final : public shm::Operation {
         c10d_ext::add_shape(request.shapes, t.sizes().data(), static_cast<size_t>(t.dim()));
   }
   uint64_t member_bytes() const {
-    return shm::bytes_of(request.verb == OpType::ReduceScatter ? request.targets[0]
+    return shm::bytes_of(request.type == OpType::ReduceScatter ? request.targets[0]
                                                                : request.sources[0]);
   }
   // Tensors that travel together, on every rank as many.
@@ -184,11 +184,11 @@ class ShmBackend::TensorOperation final : public shm::Operation {
   bool can_carry(const TensorOperation& other) const {
     const auto& a = request;
     const auto& b = other.request;
-    return a.verb == b.verb && a.dtype == b.dtype && a.reduce_op == b.reduce_op &&
+    return a.type == b.type && a.dtype == b.dtype && a.reduce_op == b.reduce_op &&
            a.factor.real == b.factor.real && a.factor.imaginary == b.factor.imaginary &&
            timeout == other.timeout &&
-           (a.verb == OpType::AllReduce || a.verb == OpType::AllGather ||
-            a.verb == OpType::ReduceScatter);
+           (a.type == OpType::AllReduce || a.type == OpType::AllGather ||
+            a.type == OpType::ReduceScatter);
   }
   void carry(const std::shared_ptr<TensorOperation>& other) {
     if (request.members.empty()) {
@@ -413,7 +413,7 @@ class ShmBackend::TensorOperation final : public shm::Operation {
       // The engine knows verbs, of which all_gather, say, is all_gather_into_tensor's as well.
       disagrees_ = failure->kind == ErrorKind::Mismatch;
       std::string op = failure->op, text = failure->text;
-      if (op == name_of(request.verb) && text.starts_with(op + ":")) {
+      if (op == name_of(request.type) && text.starts_with(op + ":")) {
         text.replace(0, op.size(), op_);
         op = op_;
       }

@@ -39,11 +39,11 @@ void ShmBackend::recycle(OperationPtr operation) {
   }
 }
 
-ShmBackend::OperationPtr ShmBackend::make(const Call& call, OpType verb) const {
+ShmBackend::OperationPtr ShmBackend::make(const Call& call, OpType type) const {
   const auto ranks = static_cast<size_t>(size_);
   size_t sources = 1;
   size_t targets = 1;
-  switch (verb) {
+  switch (type) {
     case OpType::Barrier:
       sources = targets = 0;
       break;
@@ -83,15 +83,15 @@ ShmBackend::OperationPtr ShmBackend::make(const Call& call, OpType verb) const {
   if (!operation) {
     operation = std::make_shared<TensorOperation>();
   }
-  operation->start(call.op, verb, timeout, place_, sources, targets);
+  operation->start(call.op, type, timeout, place_, sources, targets);
   operation->request.async = call.delivery == Call::Delivery::Async ||
                              (call.delivery == Call::Delivery::Op && !SyncScope::is_on());
   return operation;
 }
 
-ShmBackend::OperationPtr ShmBackend::make(const Call& call, OpType verb, const Reduction& reduction,
+ShmBackend::OperationPtr ShmBackend::make(const Call& call, OpType type, const Reduction& reduction,
                                           c10::ScalarType dtype) const {
-  auto operation = make(call, verb);
+  auto operation = make(call, type);
   shm::Request& request = operation->request;
   request.reduce_op = reduction.op;
   if (C10_UNLIKELY(reduction.factor.has_value())) {

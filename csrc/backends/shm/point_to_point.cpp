@@ -1,6 +1,8 @@
-#include "backends/shm/postbox.h"
+#include "backends/shm/point_to_point.h"
 
 #include <algorithm>
+#include <cstring>
+#include <utility>
 
 namespace c10d_ext::shm {
 
@@ -23,30 +25,30 @@ void copy_pieces(const Buffer& buffer, size_t offset, size_t bytes, std::byte* m
 
 }  // namespace
 
-Postbox::Postbox(const Team& team, const Place& place)
-    : team_(team),
+PointToPoint::PointToPoint(const GroupMemory& memory, const Place& place)
+    : memory_(memory),
       place_(place),
-      outgoing_(static_cast<size_t>(team.size())),
-      incoming_(static_cast<size_t>(team.size())) {}
+      outgoing_(static_cast<size_t>(memory.size())),
+      incoming_(static_cast<size_t>(memory.size())) {}
 
-void Postbox::post(Item operation) {
-  if (operation->request.verb == Verb::Send) {
+void PointToPoint::post(Item operation) {
+  if (operation->request.type == OpType::Send) {
     Outgoing& out = outgoing_[static_cast<size_t>(operation->request.peer)];
     out.queue.push_back({std::move(operation)});
-    ++out.silent;
+    ++out.unannounced;
     ++sends_;
   } else {
     const int peer = operation->request.peer;
     receives_.push_back(std::move(operation));
     for (size_t p = 0; p < incoming_.size(); ++p) {
-      incoming_[p].unwanted &= peer != -1 && peer != static_cast<int>(p);
+      incoming_[p].unmatched &= peer != -1 && peer != static_cast<int>(p);
     }
   }
 }
 
-bool Postbox::advance(std::vector<Outcome>& ended) {
+bool PointToPoint::advance(std::vector<Outcome>& ended) {
   bool moved = false;
-  for (int p = 0; p < team_.size(); ++p) {
+  for (int p = 0; p < memory_.size(); ++p) {
     if (!outgoing_[static_cast<size_t>(p)].queue.empty()) {
       moved |= advance_send(p, ended);
     }
@@ -57,16 +59,16 @@ bool Postbox::advance(std::vector<Outcome>& ended) {
   return moved;
 }
 
-bool Postbox::advance_send(int to, std::vector<Outcome>& ended) {
+bool PointToPoint::advance_send(int to, std::vector<Outcome>& ended) {
   Outgoing& out = outgoing_[static_cast<size_t>(to)];
-  Mailbox& box = team_.mailbox(team_.rank(), to);
+  Mailbox& box = memory_.mailbox(memory_.rank(), to);
   bool moved = false;
 
-  for (; out.silent > 0; --out.silent) {
+  for (; out.unannounced > 0; --out.unannounced) {
     if (out.announced - box.accepted.load(std::memory_order_acquire) >= Mailbox::kEnvelopes) {
       break;
     }
-    Sending& s = out.queue[out.queue.size() - out.silent];
+    Sending& s = out.queue[out.queue.size() - out.unannounced];
     // The receiver has copied the envelope that was here: it has accepted it.
     Envelope& envelope = box.envelopes[out.announced % Mailbox::kEnvelopes];
     envelope.bytes = bytes_of(s.operation->request.sources[0]);
@@ -75,7 +77,7 @@ bool Postbox::advance_send(int to, std::vector<Outcome>& ended) {
     s.announced = true;
     s.number = out.announced++;
     box.announced.store(out.announced, std::memory_order_seq_cst);
-    team_.ring(to);
+    memory_.ring(to);
     moved = true;
   }
 
@@ -91,14 +93,14 @@ bool Postbox::advance_send(int to, std::vector<Outcome>& ended) {
     const DType wanted_dtype = static_cast<DType>(box.wanted_dtype);
     out.noticed = granted;
     box.noticed.store(granted, std::memory_order_seq_cst);
-    team_.ring(to);
+    memory_.ring(to);
     const auto it = std::find_if(out.queue.begin(), out.queue.end(), [&](const Sending& s) {
       return s.announced && s.number + 1 == granted / 2;
     });
     if (it != out.queue.end()) {
       if (granted & 1) {
         const Request& r = it->operation->request;
-        finish(it, refusal(*it->operation, team_.rank(), to, bytes_of(r.sources[0]), r.dtype,
+        finish(it, refusal(*it->operation, memory_.rank(), to, bytes_of(r.sources[0]), r.dtype,
                            wanted_bytes, wanted_dtype));
         return true;
       }
@@ -113,11 +115,11 @@ bool Postbox::advance_send(int to, std::vector<Outcome>& ended) {
     // Half `produced` was emptied before `consumed` came to within kHalves of it.
     while (out.sent < bytes &&
            out.produced - box.consumed.load(std::memory_order_seq_cst) < Mailbox::kHalves) {
-      const size_t length = std::min(team_.layout().half_bytes(), bytes - out.sent);
-      copy_pieces(buffer, out.sent, length, team_.half(team_.rank(), to, out.produced), true);
+      const size_t length = std::min(memory_.layout().half_bytes(), bytes - out.sent);
+      copy_pieces(buffer, out.sent, length, memory_.half(memory_.rank(), to, out.produced), true);
       out.sent += length;
       box.produced.store(++out.produced, std::memory_order_seq_cst);
-      team_.ring(to);
+      memory_.ring(to);
       moved = true;
     }
     if (out.sent == bytes) {
@@ -130,9 +132,9 @@ bool Postbox::advance_send(int to, std::vector<Outcome>& ended) {
   return moved;
 }
 
-bool Postbox::advance_receive(int from, std::vector<Outcome>& ended) {
+bool PointToPoint::advance_receive(int from, std::vector<Outcome>& ended) {
   Incoming& in = incoming_[static_cast<size_t>(from)];
-  Mailbox& box = team_.mailbox(from, team_.rank());
+  Mailbox& box = memory_.mailbox(from, memory_.rank());
   bool moved = false;
 
   const uint64_t announced = box.announced.load(std::memory_order_seq_cst);
@@ -141,12 +143,12 @@ bool Postbox::advance_receive(int from, std::vector<Outcome>& ended) {
     Envelope envelope;
     std::memcpy(&envelope, &box.envelopes[in.accepted % Mailbox::kEnvelopes], sizeof(envelope));
     in.notes.push_back({in.accepted++, envelope});
-    in.unwanted = false;
+    in.unmatched = false;
     moved = true;
   }
   if (moved) {
     box.accepted.store(in.accepted, std::memory_order_seq_cst);
-    team_.ring(from);
+    memory_.ring(from);
   }
 
   if (!in.operation && match(from, ended)) {
@@ -156,11 +158,12 @@ bool Postbox::advance_receive(int from, std::vector<Outcome>& ended) {
     const Buffer& buffer = in.operation->request.targets[0];
     const size_t bytes = bytes_of(buffer);
     while (in.received < bytes && box.produced.load(std::memory_order_seq_cst) != in.consumed) {
-      const size_t length = std::min(team_.layout().half_bytes(), bytes - in.received);
-      copy_pieces(buffer, in.received, length, team_.half(from, team_.rank(), in.consumed), false);
+      const size_t length = std::min(memory_.layout().half_bytes(), bytes - in.received);
+      copy_pieces(buffer, in.received, length, memory_.half(from, memory_.rank(), in.consumed),
+                  false);
       in.received += length;
       box.consumed.store(++in.consumed, std::memory_order_seq_cst);
-      team_.ring(from);
+      memory_.ring(from);
       moved = true;
     }
     if (in.received == bytes) {
@@ -174,10 +177,10 @@ bool Postbox::advance_receive(int from, std::vector<Outcome>& ended) {
 }
 
 // Grants the oldest message that some receive asks for to the oldest receive that asks for it.
-bool Postbox::match(int from, std::vector<Outcome>& ended) {
+bool PointToPoint::match(int from, std::vector<Outcome>& ended) {
   Incoming& in = incoming_[static_cast<size_t>(from)];
-  Mailbox& box = team_.mailbox(from, team_.rank());
-  if (in.unwanted || box.noticed.load(std::memory_order_seq_cst) != in.granted) {
+  Mailbox& box = memory_.mailbox(from, memory_.rank());
+  if (in.unmatched || box.noticed.load(std::memory_order_seq_cst) != in.granted) {
     return false;
   }
   for (auto receive = receives_.begin(); receive != receives_.end(); ++receive) {
@@ -204,26 +207,26 @@ bool Postbox::match(int from, std::vector<Outcome>& ended) {
       box.wanted_bytes = wanted;
       box.wanted_dtype = static_cast<uint64_t>(r.dtype);
       ended.push_back({operation, from,
-                       refusal(*operation, from, team_.rank(), note->envelope.bytes, sent_dtype,
+                       refusal(*operation, from, memory_.rank(), note->envelope.bytes, sent_dtype,
                                wanted, r.dtype)});
     }
     in.granted = 2 * (note->number + 1) + (fits ? 0 : 1);
     box.granted.store(in.granted, std::memory_order_seq_cst);
     in.notes.erase(note);
-    team_.ring(from);
+    memory_.ring(from);
     return true;
   }
-  in.unwanted = true;
+  in.unmatched = true;
   return false;
 }
 
-void Postbox::remove(const Item& operation) {
+void PointToPoint::remove(const Item& operation) {
   receives_.remove(operation);
   for (Outgoing& out : outgoing_) {
     const auto it = std::find_if(out.queue.begin(), out.queue.end(),
                                  [&](const Sending& s) { return s.operation == operation; });
     if (it != out.queue.end()) {
-      out.silent -= it->announced ? 0 : 1;
+      out.unannounced -= it->announced ? 0 : 1;
       out.queue.erase(it);
       --sends_;
     }
@@ -239,16 +242,13 @@ void Postbox::remove(const Item& operation) {
   }
 }
 
-Failure Postbox::refusal(const Operation& operation, int from, int to, uint64_t sent,
-                         DType sent_dtype, uint64_t expected, DType expected_dtype) const {
-  const std::string op(name_of(operation.request.verb));
+Failure PointToPoint::refusal(const Operation& operation, int from, int to, uint64_t sent,
+                              DType sent_dtype, uint64_t expected, DType expected_dtype) const {
+  const std::string op(name_of(operation.request.type));
   const std::string text =
       text_of_misfit(from, sent, sent_dtype, to, expected, expected_dtype, operation.request.tag);
-  return {Failure::Kind::Mismatch,
-          op + ": " + text + " " + place_.text(),
-          {from, to},
-          op,
-          operation.seq()};
+  return {
+      ErrorKind::Mismatch, op + ": " + text + " " + place_.text(), {from, to}, op, operation.seq()};
 }
 
 }  // namespace c10d_ext::shm

@@ -1,17 +1,17 @@
 #pragma once
 
-// Sends and receives of one rank. See Mailbox in layout.h for the protocol.
+// The sends and receives of one rank. See Mailbox in layout.h for the protocol.
 
 #include <deque>
 #include <list>
 #include <vector>
 
-#include "backends/shm/team.h"
+#include "backends/shm/group_memory.h"
 
 namespace c10d_ext::shm {
 
 // Not thread safe: the engine's lock is held.
-class Postbox {
+class PointToPoint {
  public:
   using Item = std::shared_ptr<Operation>;
   struct Outcome {
@@ -20,16 +20,17 @@ class Postbox {
     std::optional<Failure> failure;
   };
 
-  Postbox(const Team& team, const Place& place);
+  PointToPoint(const GroupMemory& memory, const Place& place);
 
   void post(Item operation);
   bool idle() const {
     return sends_ == 0 && receives_.empty() && arriving_ == 0;
   }
-  // Does what can be done without waiting; appends what has ended. False: nothing moved.
+  // Moves what can be moved without waiting; appends the operations that have ended. False: nothing
+  // moved.
   bool advance(std::vector<Outcome>& ended);
 
-  // What is posted, for deadlines and lost ranks.
+  // Visits all posted operations, to check deadlines and lost ranks.
   template <class Visit>
   void each(Visit visit) const {
     for (const Outgoing& out : outgoing_) {
@@ -46,8 +47,7 @@ class Postbox {
       }
     }
   }
-  // Takes an operation out again, whatever state it is in. One that was started leaves its pair of
-  // ranks unusable.
+  // Removes an operation in any state. One that was started leaves this pair of ranks unusable.
   void remove(const Item& operation);
 
  private:
@@ -58,11 +58,11 @@ class Postbox {
   };
   struct Outgoing {
     std::deque<Sending> queue;
-    // How many at the end of the queue are not announced.
-    size_t silent = 0;
+    // How many operations at the end of the queue are not announced.
+    size_t unannounced = 0;
     uint64_t announced = 0;
     uint64_t noticed = 0;
-    // The message that flows, if any, and how much of it has been written.
+    // The granted message, if any, and how many of its bytes have been written.
     Item flowing;
     size_t sent = 0;
     uint64_t produced = 0;
@@ -73,8 +73,8 @@ class Postbox {
       Envelope envelope;
     };
     std::list<Note> notes;
-    // No receive asks for any of the notes, as far as has been seen.
-    bool unwanted = true;
+    // No posted receive matches any of the notes.
+    bool unmatched = true;
     uint64_t accepted = 0;
     uint64_t granted = 0;
     Item operation;
@@ -88,7 +88,7 @@ class Postbox {
   Failure refusal(const Operation& operation, int from, int to, uint64_t sent, DType sent_dtype,
                   uint64_t expected, DType expected_dtype) const;
 
-  const Team& team_;
+  const GroupMemory& memory_;
   const Place& place_;
   std::vector<Outgoing> outgoing_;
   std::vector<Incoming> incoming_;

@@ -1,4 +1,4 @@
-#include "backends/shm/spread.h"
+#include "backends/shm/cpu_placement.h"
 
 #include <sched.h>
 
@@ -10,7 +10,7 @@ namespace c10d_ext::shm {
 
 namespace {
 
-// A look costs about 1 us, a move some 10 us and what the caches held.
+// A look costs about 1 us, a move some 10 us and the contents of the caches.
 constexpr std::chrono::microseconds kLookEvery{500};
 constexpr std::chrono::milliseconds kMoveEvery{10};
 
@@ -22,7 +22,8 @@ void move_to(int cpu, const cpu_set_t& allowed) {
     return;
   }
   if (sched_setaffinity(0, sizeof(allowed), &allowed) != 0) {
-    // None of them is this process' any more. The kernel takes what is from a set of all.
+    // None of these cores is allowed any more (cpuset). Of a set of all cores the kernel takes
+    // those that are.
     std::fill_n(reinterpret_cast<unsigned char*>(&there), sizeof(there), 0xff);
     static_cast<void>(sched_setaffinity(0, sizeof(there), &there));
   }
@@ -30,29 +31,29 @@ void move_to(int cpu, const cpu_set_t& allowed) {
 
 }  // namespace
 
-Spread::Spread(const Team& team)
-    : team_(team),
-      fills_(static_cast<unsigned>(team.size()) >=
-             std::max(2u, std::thread::hardware_concurrency())) {}
+CpuPlacement::CpuPlacement(const GroupMemory& memory)
+    : memory_(memory),
+      fills_machine_(static_cast<unsigned>(memory.size()) >=
+                     std::max(2u, std::thread::hardware_concurrency())) {}
 
-int Spread::tell_always() {
+int CpuPlacement::publish_cpu_always() {
   const int cpu = sched_getcpu();
-  if (told_.load(std::memory_order_relaxed) != cpu) {
-    told_.store(cpu, std::memory_order_relaxed);
-    team_.control(team_.rank()).cpu.store(cpu + 1, std::memory_order_relaxed);
+  if (published_.load(std::memory_order_relaxed) != cpu) {
+    published_.store(cpu, std::memory_order_relaxed);
+    memory_.control(memory_.rank()).cpu.store(cpu + 1, std::memory_order_relaxed);
   }
   return cpu;
 }
 
-void Spread::look_always(Clock::time_point now) {
-  const int here = tell_always();
-  if (now < next_.load(std::memory_order_relaxed)) {
+void CpuPlacement::rebalance_always(Clock::time_point now) {
+  const int here = publish_cpu_always();
+  if (now < next_look_.load(std::memory_order_relaxed)) {
     return;
   }
-  next_.store(now + kLookEvery, std::memory_order_relaxed);
+  next_look_.store(now + kLookEvery, std::memory_order_relaxed);
   std::array<uint16_t, CPU_SETSIZE> ranks{};
-  for (int p = 0; p < team_.size(); ++p) {
-    const int cpu = team_.control(p).cpu.load(std::memory_order_relaxed) - 1;
+  for (int p = 0; p < memory_.size(); ++p) {
+    const int cpu = memory_.control(p).cpu.load(std::memory_order_relaxed) - 1;
     if (cpu >= 0 && cpu < CPU_SETSIZE) {
       ++ranks[static_cast<size_t>(cpu)];
     }
@@ -70,9 +71,9 @@ void Spread::look_always(Clock::time_point now) {
     }
   }
   if (ranks[static_cast<size_t>(best)] + 2 <= ranks[static_cast<size_t>(here)]) {
-    next_.store(now + kMoveEvery, std::memory_order_relaxed);
+    next_look_.store(now + kMoveEvery, std::memory_order_relaxed);
     move_to(best, allowed);
-    tell_always();
+    publish_cpu_always();
   }
 }
 
