@@ -168,7 +168,7 @@ Fingerprint fingerprint_of(const Request& request, int64_t rank, int64_t size) {
     case OpType::Reduce: {
       auto said = request.is_list ? fingerprint_of(type, outs).of_members(counts_of(outs))
                                   : fingerprint_of(type, outs, outs.front().numel());
-      said = std::move(said).reduced_by(request.reduction->op);
+      said.reduce_op = request.reduction->op;
       return type == OpType::Reduce ? std::move(said).rooted_at(request.root) : std::move(said);
     }
     case OpType::AllGather: {

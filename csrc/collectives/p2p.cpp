@@ -13,7 +13,7 @@
 #include "backends/adapter/messages.h"
 #include "base/gil.h"
 #include "base/memory.h"
-#include "collectives/resolve_group.h"
+#include "control/resolve_group.h"
 #include "work/blocking_work.h"
 #include "work/pending.h"
 

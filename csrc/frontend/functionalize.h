@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "base/group.h"
-#include "collectives/resolve_group.h"
+#include "control/resolve_group.h"
 #include "frontend/calls.h"
 
 // In-place and out= collectives as the functionalization pass sees them: the functional op, its

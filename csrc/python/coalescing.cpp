@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "base/sync_scope.h"
-#include "collectives/resolve_group.h"
+#include "control/resolve_group.h"
 #include "frontend/op.h"
 
 namespace c10d_ext {

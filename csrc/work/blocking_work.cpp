@@ -69,7 +69,7 @@ class BlockingWorkAdapter final : public c10d::Work {
     const bool limited = timeout != kNoTimeout;
     const auto until = limited ? Clock::now() + bounded(timeout) : Clock::time_point::max();
     if (limited || explanations_) {
-      // gloo would close the connection at the end of a patience of its own, and knows no Ctrl-C.
+      // gloo would close the connection at the end of its own timeout, and knows no Ctrl-C.
       listen();
     } else if (take()) {
       run(/*throws=*/true);

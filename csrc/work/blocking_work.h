@@ -13,7 +13,7 @@ class Work;
 namespace c10d_ext {
 
 // `work`, of a kind that can only be waited for, and once: as one that any number of threads can
-// wait for, each with its own patience, that says whether it is complete, and has a future.
+// wait for, each with its own timeout, that says whether it is complete, and has a future.
 //
 // Who waits first waits at `work`; a question makes that a thread of its own. Dropped before it is
 // complete, it lets `work` come to its end.

@@ -12,7 +12,7 @@
 
 #include "base/group.h"
 #include "base/sync_scope.h"
-#include "collectives/resolve_group.h"
+#include "control/resolve_group.h"
 
 namespace c10d_ext {
 

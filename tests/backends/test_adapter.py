@@ -109,7 +109,7 @@ def _conforms(path: str, methods: tuple[str, ...]) -> Any:
                         continue
                     how = How(op, None, root=turn % n, async_op=turn % 2 == 0, api=ours)
                     check(report, f"{verb} {dtype} {op}", verb, (5, 3), dtype, how)
-        ours.barrier()
+        F.wait_tensor(F.barrier(torch.ones(1)))
         report.expect("in flight", torch_c10d_ext.pending_count() != 0)
     return report.result()
 

@@ -141,7 +141,7 @@ class Ranks {
   std::vector<std::unique_ptr<Agreement>> ranks_;
 };
 
-Fingerprint summed(int64_t count, const char* op = "sum") {
+Fingerprint summed(int64_t count, ReduceOp op = ReduceOp::Sum) {
   Fingerprint called;
   called.op_type = OpType::AllReduce;
   called.unit = "float32";
@@ -517,7 +517,8 @@ void ranks_that_disagree_all_hear_of_it() {
   CHECK(disagree(summed(5), summed(6),
                  {"all_reduce(6 x float32, sum) on ranks 0 and 2",
                   "all_reduce(5 x float32, sum) on rank 1"}) == one);
-  CHECK(disagree(summed(6, "max"), summed(6), {"max) on rank 1", "sum) on ranks 0 and 2"}) == one);
+  CHECK(disagree(summed(6, ReduceOp::Max), summed(6),
+                 {"max) on rank 1", "sum) on ranks 0 and 2"}) == one);
   CHECK(disagree(of(OpType::Barrier), summed(6), {"barrier() on rank 1"}) == one);
   CHECK(disagree(of(OpType::Broadcast).rooted_at(1), of(OpType::Broadcast).rooted_at(0),
                  {"root 1) on rank 1", "root 0) on ranks 0 and 2"}) == one);

@@ -37,6 +37,7 @@ Adapter::Adapter(std::string_view op, const Group& group, c10::intrusive_ptr<c10
     : op_(op),
       place_(place_of(group)),
       backend_(std::move(backend)),
+      own_(CollectiveBackend::of(*backend_)),
       can_(capabilities),
       timeout_(timeout) {}
 
@@ -79,6 +80,9 @@ HeldRequest held(const CollectiveRequest& request) {
                    request.source_sizes,
                    request.out_sizes,
                    request.is_list};
+  if (request.type == OpType::Barrier) {
+    return kept;  // its tensors are not sent
+  }
   // The method copies the source, on a device in the order of the caller's stream.
   const bool is_copied = request.type == OpType::AllReduce || request.type == OpType::Reduce ||
                          request.type == OpType::Broadcast;

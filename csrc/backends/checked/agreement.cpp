@@ -118,12 +118,12 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     bring({seq, kBroken, Payload().put(static_cast<int64_t>(seq)).put(why)});
   }
 
-  std::optional<Failure> failure(const std::string& op, uint64_t seq, Milliseconds patience) const {
+  std::optional<Failure> failure(const std::string& op, uint64_t seq, Milliseconds within) const {
     if (is_foreign()) {
       return closed(op, seq, kForked);
     }
     std::unique_lock lock(mutex_);
-    changed_.wait_until(lock, after(patience), [this] { return end_.has_value() || leaving_; });
+    changed_.wait_until(lock, after(within), [this] { return end_.has_value() || leaving_; });
     return leaving_ ? std::optional(closed(op, seq, kDestroyed))
            : end_   ? std::optional(told(*end_, op, seq, std::nullopt))
                     : std::nullopt;
@@ -131,7 +131,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
 
   // Of collective or message `number`.
   std::pair<std::vector<int>, std::string> awaited(Says question, uint64_t number,
-                                                   Milliseconds patience) {
+                                                   Milliseconds within) {
     if (is_foreign()) {
       return {};
     }
@@ -142,7 +142,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     lock.unlock();
     wake();
     lock.lock();
-    changed_.wait_until(lock, after(patience), [&] {
+    changed_.wait_until(lock, after(within), [&] {
       const auto found = asked_.find(key);
       return found == asked_.end() || found->second || end_ || leaving_;
     });
@@ -802,13 +802,13 @@ uint64_t Agreement::post(Message message) {
   return impl_->post(std::move(message));
 }
 
-std::pair<std::vector<int>, std::string> Agreement::awaited(uint64_t seq, Milliseconds patience) {
-  return impl_->awaited(kAsking, seq, patience);
+std::pair<std::vector<int>, std::string> Agreement::awaited(uint64_t seq, Milliseconds within) {
+  return impl_->awaited(kAsking, seq, within);
 }
 
 std::pair<std::vector<int>, std::string> Agreement::awaited_by_message(uint64_t number,
-                                                                       Milliseconds patience) {
-  return impl_->awaited(kAskingOfMessage, number, patience);
+                                                                       Milliseconds within) {
+  return impl_->awaited(kAskingOfMessage, number, within);
 }
 
 void Agreement::done(uint64_t seq) {
@@ -820,8 +820,8 @@ void Agreement::broke(uint64_t seq, const std::string& why) {
 }
 
 std::optional<Failure> Agreement::failure(const std::string& op, uint64_t seq,
-                                          Milliseconds patience) const {
-  return impl_->failure(op, seq, patience);
+                                          Milliseconds within) const {
+  return impl_->failure(op, seq, within);
 }
 
 bool Agreement::is_here() {

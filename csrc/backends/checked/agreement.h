@@ -72,13 +72,12 @@ class Agreement {
   void broke(uint64_t seq, const std::string& why);
   // Why collective `seq` (0: a message) cannot be done any more; waits that long for somebody to
   // know it.
-  std::optional<Failure> failure(const std::string& op, uint64_t seq, Milliseconds patience) const;
+  std::optional<Failure> failure(const std::string& op, uint64_t seq, Milliseconds within) const;
   // The ranks that have not called collective `seq`, and a text that names them with their states;
   // none where all have, or where rank 0 does not say so in time.
-  std::pair<std::vector<int>, std::string> awaited(uint64_t seq, Milliseconds patience);
+  std::pair<std::vector<int>, std::string> awaited(uint64_t seq, Milliseconds within);
   // The other end of a message, which has not posted its own; none where it has, or can be anybody.
-  std::pair<std::vector<int>, std::string> awaited_by_message(uint64_t number,
-                                                              Milliseconds patience);
+  std::pair<std::vector<int>, std::string> awaited_by_message(uint64_t number, Milliseconds within);
   // The pid of a rank whose process is gone, as far as is known.
   std::optional<int> gone(int rank) const;
   // Whether a collective has failed after it was begun: whoever does it may never come to an end.

@@ -37,7 +37,7 @@
 #include <vector>
 
 #include "base/group.h"
-#include "collectives/resolve_group.h"
+#include "control/resolve_group.h"
 
 namespace c10d_ext::lazy {
 namespace {

@@ -1,4 +1,4 @@
-#include "collectives/resolve_group.h"
+#include "control/resolve_group.h"
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
