@@ -59,10 +59,10 @@ def _outcome(name: str, count: int, dtype: torch.dtype, group: dist.ProcessGroup
         dist.broadcast(x, root, group=group)
         return [x]
     if name == "all_gather":
-        dist.all_gather_into_tensor(whole, x, group=group)
+        group._allgather_base(whole, x).wait()
         return [whole]
     if name == "reduce_scatter":
-        dist.reduce_scatter_tensor(outs[0], all_parts, group=group)
+        group._reduce_scatter_base(outs[0], all_parts).wait()
         return outs[:1]
     if name == "all_to_all":
         dist.all_to_all_single(whole, all_parts, group=group)
