@@ -59,10 +59,10 @@ def _outcome(name: str, count: int, dtype: torch.dtype, group: dist.ProcessGroup
         dist.broadcast(x, root, group=group)
         return [x]
     if name == "all_gather":
-        dist.all_gather_into_tensor(whole, x, group=group)
+        group._allgather_base(whole, x).wait()
         return [whole]
     if name == "reduce_scatter":
-        dist.reduce_scatter_tensor(outs[0], all_parts, group=group)
+        group._reduce_scatter_base(outs[0], all_parts).wait()
         return outs[:1]
     if name == "all_to_all":
         dist.all_to_all_single(whole, all_parts, group=group)
@@ -131,7 +131,7 @@ def _forced(name: str) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_every_algorithm_gives_the_right_values(name: str, size: int) -> None:
-    run(size, _forced, name)
+    run(size, _forced, name, backend="shm")
 
 
 def _mistaken() -> None:
@@ -148,7 +148,7 @@ def _mistaken() -> None:
 
 
 def test_mistakes_are_told_on_every_rank() -> None:
-    run(2, _mistaken)
+    run(2, _mistaken, backend="shm")
 
 
 def _disagreeing() -> None:
@@ -167,7 +167,7 @@ def _disagreeing() -> None:
 
 
 def test_ranks_that_choose_differently_all_raise() -> None:
-    run(3, _disagreeing)
+    run(3, _disagreeing, backend="shm")
 
 
 def _split() -> None:
@@ -188,4 +188,4 @@ def _split() -> None:
 
 
 def test_a_part_of_a_group_chooses_as_the_group_does() -> None:
-    run(2, _split)
+    run(2, _split, backend="shm")

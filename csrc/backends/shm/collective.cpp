@@ -18,9 +18,11 @@ Collective::Collective(const GroupMemory& memory, const Request& request, uint64
       me_(memory.rank()),
       selection_(selection),
       sources_(request.sources.begin(), request.sources.end()),
-      targets_(request.targets.begin(), request.targets.end()) {}
+      targets_(request.targets.begin(), request.targets.end()),
+      part_bytes_(find_part_bytes()),
+      input_bytes_(find_input_bytes()) {}
 
-size_t Collective::part_bytes() const {
+size_t Collective::find_part_bytes() const {
   switch (type()) {
     case OpType::Broadcast:
       return is_root() ? sources_[0].bytes() : targets_[0].bytes();
@@ -32,7 +34,7 @@ size_t Collective::part_bytes() const {
   }
 }
 
-size_t Collective::input_bytes() const {
+size_t Collective::find_input_bytes() const {
   switch (type()) {
     case OpType::ReduceScatter:
     case OpType::AllToAll:
@@ -47,7 +49,7 @@ bool Collective::is_even() const {
   if (type() == OpType::SparseAllReduce) {
     return false;
   }
-  const auto same = [bytes = part_bytes()](const std::vector<BufferView>& views) {
+  const auto same = [bytes = part_bytes_](const std::vector<BufferView>& views) {
     return std::all_of(views.begin(), views.end(),
                        [bytes](const BufferView& view) { return view.bytes() == bytes; });
   };

@@ -60,9 +60,13 @@ class Collective {
   }
 
   // The bytes of one part, where all parts are of one size.
-  size_t part_bytes() const;
+  size_t part_bytes() const {
+    return part_bytes_;
+  }
   // The bytes of this rank's input, where all parts are of one size: all of its parts.
-  size_t input_bytes() const;
+  size_t input_bytes() const {
+    return input_bytes_;
+  }
 
   const Factor* factors_or_null() const {
     return request_.reduce_op == ReduceOp::PremulSum ? factors_.data() : nullptr;
@@ -101,6 +105,8 @@ class Collective {
   const int me_;
 
  private:
+  size_t find_part_bytes() const;
+  size_t find_input_bytes() const;
   bool is_even() const;
   // Of tensors that travel together.
   uint64_t members_sizes() const;
@@ -113,6 +119,8 @@ class Collective {
   const Selection& selection_;
   std::vector<BufferView> sources_;
   std::vector<BufferView> targets_;
+  const size_t part_bytes_;
+  const size_t input_bytes_;
   std::vector<Buffer> room_;
   std::vector<Factor> factors_;
   bool all_even_ = true;
