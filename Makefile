@@ -62,7 +62,7 @@ $(VENV)/.dev: tools/requirements-dev.txt $(VENV)/.torch
 	@touch $@
 
 # The directories are listed so that a source file taken away rebuilds too.
-$(VENV)/.built: $(VENV)/.torch setup.py $(CPP) $(CPP_DIRS) $(if $(EXTENSION),,FORCE)
+$(VENV)/.built: $(VENV)/.torch setup.py tools/develop.py $(CPP) $(CPP_DIRS) $(if $(EXTENSION),,FORCE)
 	$(say) "building torch_c10d_ext._C with $(MAX_JOBS) jobs (only what changed)"
 	@$(PY) tools/build_inplace.py
 	@$(PY) tools/develop.py

@@ -23,6 +23,7 @@
 #include "core/older_vmap.h"
 #include "core/pending.h"
 #include "core/result_memory.h"
+#include "core/tally.h"
 #include "lazy/lazy.h"
 
 namespace c10d_ext {
@@ -210,6 +211,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_shm(m);
   bind_fallback(m);
   bind_works(m);
+  bind_tally(m);
   lazy::register_kernels();
 
   m.attr("torch_version") = C10D_EXT_TORCH_VERSION;

@@ -24,7 +24,7 @@ STEMS = sorted(p.stem for p in ROOT.glob("csrc/ops/*.cpp"))
 SCHEMA = re.compile(r'\.def\(\s*"(\w+)\(')
 
 # Where torch-private names may be used: adapting to another torch version touches these alone.
-TOUCH_TORCH_PRIVATE = {"_async.py", "_dynamo.py", "_groups.py", "_inductor.py"}
+TOUCH_TORCH_PRIVATE = {"_async.py", "_dynamo.py", "_for_gloo.py", "_groups.py", "_inductor.py"}
 # What `functional` is a superset of.
 MIRRORED = "torch.distributed._functional_collectives"
 

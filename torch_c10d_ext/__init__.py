@@ -27,22 +27,35 @@ if _BUILT_WITH.split(".")[:2] != torch.__version__.split(".")[:2]:
     )
 
 from torch_c10d_ext import _C as _C
-from torch_c10d_ext import _backends, _exit, _groups, _inductor, errors, functional
+from torch_c10d_ext import (
+    _backends,
+    _exit,
+    _for_gloo,
+    _groups,
+    _inductor,
+    _tally,
+    errors,
+    functional,
+)
 from torch_c10d_ext._async import AsyncCollectiveTensor, pending_count, work_of
 from torch_c10d_ext._dynamo import install, installed, uninstall
+from torch_c10d_ext._for_gloo import backend_of, use_shm_for_gloo
 from torch_c10d_ext.report import Compute, Link, communication_report
 
 _C.set_group_names_provider(_groups.known_names)
 _inductor.enable()
 # Last in, first out: the backends close, what they completed is swept, and gloo's threads rest.
+_tally.register()
 _exit.register()
 atexit.register(_C.sweep)
 _backends.register()
+_for_gloo.install()
 
 __all__ = [
     "AsyncCollectiveTensor",
     "Compute",
     "Link",
+    "backend_of",
     "communication_report",
     "errors",
     "functional",
@@ -50,5 +63,6 @@ __all__ = [
     "installed",
     "pending_count",
     "uninstall",
+    "use_shm_for_gloo",
     "work_of",
 ]

@@ -756,7 +756,7 @@ void OverGloo::shutdown() {
 
 void bind_fallback(pybind11::module_& m) {
   namespace py = pybind11;
-  py::class_<OverGloo, c10::intrusive_ptr<OverGloo>, c10d::Backend>(m, "OverGloo")
+  py::class_<OverGloo, c10::intrusive_ptr<OverGloo>, DivisibleBackend>(m, "OverGloo")
       .def(py::init([](c10::intrusive_ptr<c10d::Backend> gloo,
                        c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds timeout,
                        const std::string& group_name, const Seats& seats, bool strict) {

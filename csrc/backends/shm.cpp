@@ -1752,6 +1752,14 @@ void bind_shm(pybind11::module_& m) {
       .def("_get_sequence_number", &ShmWork::getSequencenumber,
            "The number of the collective, or of the message, among those of its group.");
   bind_work<CoalescedWork>(m, "CoalescedWork");
+  // What torch's own code, and its users', ask of a gloo backend.
+  py::class_<DivisibleBackend, c10::intrusive_ptr<DivisibleBackend>, c10d::Backend>(
+      m, "DivisibleBackend")
+      .def_property_readonly("options", &DivisibleBackend::getBackendOptions,
+                             "A copy of the options, with the timeout as it is now.")
+      .def("_set_default_timeout", &DivisibleBackend::setTimeout, py::arg("timeout"),
+           py::call_guard<py::gil_scoped_release>());
+  py::class_<ShmBackend, c10::intrusive_ptr<ShmBackend>, DivisibleBackend>(m, "ShmBackend");
   m.def(
       "connect_shm",
       [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Milliseconds timeout,
