@@ -14,6 +14,7 @@
 #include "backends/shm.h"
 #include "core/async_tensor.h"
 #include "core/blocks.h"
+#include "core/call_site.h"
 #include "core/eager.h"
 #include "core/entry.h"
 #include "core/failure.h"
@@ -212,6 +213,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_fallback(m);
   bind_works(m);
   bind_tally(m);
+  bind_call_site(m);
   lazy::register_kernels();
 
   m.attr("torch_version") = C10D_EXT_TORCH_VERSION;

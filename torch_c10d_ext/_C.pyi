@@ -138,7 +138,7 @@ def connect_shm(
     spin_time: timedelta,
     inline_time: timedelta,
     progress_thread: bool,
-    strict: bool,
+    strict: int,
 ) -> tuple[dist.Backend | None, str, str]: ...
 
 class DivisibleBackend(dist.Backend):
@@ -147,6 +147,8 @@ class DivisibleBackend(dist.Backend):
     def _set_default_timeout(self, timeout: timedelta) -> None: ...
 
 class ShmBackend(DivisibleBackend): ...
+
+def set_call_site_provider(provider: Callable[[], str]) -> None: ...
 
 # Collectives and messages of this process by backend: calls, bytes of this rank's inputs, seconds
 # in which at least one was in flight. Counted from start_tally() on.
@@ -172,7 +174,7 @@ class OverGloo(DivisibleBackend):
         timeout: timedelta,
         group_name: str,
         seats: Seats,
-        strict: bool,
+        strict: int,
     ) -> None: ...
     @property
     def gloo(self) -> dist.Backend: ...

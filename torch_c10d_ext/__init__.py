@@ -29,6 +29,7 @@ if _BUILT_WITH.split(".")[:2] != torch.__version__.split(".")[:2]:
 from torch_c10d_ext import _C as _C
 from torch_c10d_ext import (
     _backends,
+    _call_site,
     _exit,
     _for_gloo,
     _groups,
@@ -50,6 +51,7 @@ _exit.register()
 atexit.register(_C.sweep)
 _backends.register()
 _for_gloo.install()
+_call_site.register()
 
 __all__ = [
     "AsyncCollectiveTensor",

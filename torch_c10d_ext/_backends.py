@@ -72,7 +72,7 @@ def shm_settings(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
         "spin_time": microseconds("SPIN_US", 100),
         "inline_time": microseconds("INLINE_US", 20),
         "progress_thread": _flag("THREAD", text("THREAD"), True),
-        "strict": _flag("STRICT", text("STRICT"), False),
+        "strict": _number("STRICT", text("STRICT"), 0, at_most=2),
     }
 
 

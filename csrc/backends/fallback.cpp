@@ -28,6 +28,7 @@
 #include "backends/shm.h"
 #include "backends/sparse.h"
 #include "core/bounded.h"
+#include "core/call_site.h"
 #include "core/exchange.h"
 #include "core/gil.h"
 #include "core/memory.h"
@@ -145,7 +146,7 @@ void OverGloo::set_connect(Connect connect) {
 }
 
 OverGloo::OverGloo(c10::intrusive_ptr<c10d::Backend> gloo, c10::intrusive_ptr<c10d::Store> store,
-                   const Options& options, Seats seats, bool strict)
+                   const Options& options, Seats seats, int strict)
     : DivisibleBackend(gloo->getRank(), gloo->getSize(), options, std::move(store),
                        std::move(seats)),
       VerbChecks(group_),
@@ -234,8 +235,11 @@ OverGloo::WorkPtr OverGloo::agree(string_view op, Called called, bool quick, Beg
     own = claim->timeout();
     begin = claim->around(std::move(begin));
   }
-  if (!strict_) {
+  if (strict_ == 0) {
     called.shapes = 0;
+  }
+  if (strict_ > 1) {
+    called.rest += ", at " + call_site();
   }
   return start_agreed(agreement_, group_, op, std::move(called),
                       own > Milliseconds(0) ? own : timeout_.load(), quick, std::move(begin));
@@ -759,7 +763,7 @@ void bind_fallback(pybind11::module_& m) {
   py::class_<OverGloo, c10::intrusive_ptr<OverGloo>, DivisibleBackend>(m, "OverGloo")
       .def(py::init([](c10::intrusive_ptr<c10d::Backend> gloo,
                        c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds timeout,
-                       const std::string& group_name, const Seats& seats, bool strict) {
+                       const std::string& group_name, const Seats& seats, int strict) {
              c10d::Backend::Options options("shm", timeout);
              options.group_name = group_name;
              const py::gil_scoped_release waits;

@@ -53,9 +53,9 @@ class OverGloo final : public DivisibleBackend, private VerbChecks {
   static void close_all(Milliseconds grace);
 
   // Collective: meets the other ranks.
-  // `strict`: shapes must agree, and not only sizes.
+  // `strict`: 1: shapes must agree, and not only sizes; 2: and the lines that call.
   OverGloo(c10::intrusive_ptr<c10d::Backend> gloo, c10::intrusive_ptr<c10d::Store> store,
-           const Options& options, Seats seats, bool strict);
+           const Options& options, Seats seats, int strict);
   ~OverGloo() override;
 
   // `begin` begins the collective at gloo, on another thread, once all ranks have called the same
@@ -164,7 +164,7 @@ class OverGloo final : public DivisibleBackend, private VerbChecks {
                                            int size, Milliseconds timeout, const std::string& name,
                                            const Seats& seats) const override;
 
-  const bool strict_;
+  const int strict_;
   c10::intrusive_ptr<c10d::Backend> gloo_;
   // Of this backend's name, with gloo as its only backend.
   Group group_;

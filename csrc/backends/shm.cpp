@@ -25,6 +25,7 @@
 #include "backends/shm/layout.h"
 #include "backends/sparse.h"
 #include "core/at_once.h"
+#include "core/call_site.h"
 #include "core/failure.h"
 #include "core/future.h"
 #include "core/gil.h"
@@ -201,6 +202,7 @@ class ShmBackend::Flight final : public shm::Operation {
     r.root = r.peer = -1;
     r.tag = 0;
     r.shapes = 0;
+    r.call_site.clear();
     r.members.clear();
     travel_dtype_.reset();
     has_dtype_ = false;
@@ -997,6 +999,9 @@ ShmBackend::WorkPtr ShmBackend::launch(const Call& call, FlightPtr flight) {
   if (!in_place(flight->request)) {
     flight->separate();
   }
+  if (C10_UNLIKELY(settings_.call_sites)) {
+    flight->request.call_site = call_site();
+  }
   if (C10_UNLIKELY(batching_.load(std::memory_order_relaxed)) && call.delivery != Delivery::Op) {
     std::lock_guard lock(batch_mutex_);
     flight->hold();
@@ -1766,7 +1771,7 @@ void bind_shm(pybind11::module_& m) {
          const std::string& group_name, const Seats& seats, size_t arena,
          std::chrono::microseconds spin_time, std::chrono::microseconds inline_time,
          bool progress_thread,
-         bool strict) -> std::tuple<c10::intrusive_ptr<c10d::Backend>, std::string, std::string> {
+         int strict) -> std::tuple<c10::intrusive_ptr<c10d::Backend>, std::string, std::string> {
         c10d::Backend::Options options("shm", timeout);
         options.group_name = group_name;
         ShmBackend::Settings settings;
@@ -1774,7 +1779,8 @@ void bind_shm(pybind11::module_& m) {
         settings.engine.spin_time = spin_time;
         settings.engine.inline_time = inline_time;
         settings.engine.progress_thread = progress_thread;
-        settings.engine.strict = strict;
+        settings.engine.strict = strict > 0;
+        settings.call_sites = strict > 1;
         auto connected = ShmBackend::connect(store, rank, size, options, settings, seats);
         return {connected.backend, connected.why_not, connected.session};
       },

@@ -43,7 +43,8 @@ class ShmBackend final : public DivisibleBackend, private VerbChecks {
   using Tensors = std::vector<at::Tensor>;
 
   struct Settings {
-    size_t arena = 0;  // bytes of shared memory per rank
+    size_t arena = 0;         // bytes of shared memory per rank
+    bool call_sites = false;  // the ranks must call a collective from one line
     shm::Settings engine;
   };
 

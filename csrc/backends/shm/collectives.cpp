@@ -237,6 +237,10 @@ class Collective {
     d.members_sizes = sparse ? request_.shapes : members_sizes();
     d.factor_real = request_.factor.real;
     d.factor_imaginary = request_.factor.imaginary;
+    if (!request_.call_site.empty()) {
+      CallSite site = call_site();
+      std::memcpy(team_.call_site(me_, seq_), site.data(), site.size());
+    }
     if (d.even && is_small()) {
       lay_out();
     }
@@ -313,6 +317,17 @@ class Collective {
                    std::move(ranks), std::string(name_of(verb())), seq_};
   }
   std::optional<Failure> compare_tables() const;
+  std::optional<Failure> compare_call_sites(const std::vector<CollectiveHeader>& headers) const;
+
+  // Text, cut at its beginning and filled with zeros.
+  using CallSite = std::array<char, Layout::kCallSiteBytes>;
+  CallSite call_site() const {
+    CallSite site{};
+    const std::string& text = request_.call_site;
+    const size_t bytes = std::min(text.size(), site.size());
+    std::memcpy(site.data(), text.data() + (text.size() - bytes), bytes);
+    return site;
+  }
 
   std::vector<Span> sources_;
   std::vector<Span> targets_;
@@ -384,12 +399,42 @@ std::optional<Failure> Collective::compare(bool strict) {
         all.size(), seq_, [&](size_t a, size_t b) { return agree(all[a], all[b]); }, said);
     return mismatch(text, others);
   }
+  if (!request_.call_site.empty()) {
+    if (auto failure = compare_call_sites(all)) {
+      return failure;
+    }
+  }
   if (request_.reduce_op == ReduceOp::PremulSum) {
     for (const CollectiveHeader& d : all) {
       factors_.push_back({d.factor_real, d.factor_imaginary});
     }
   }
   return all_even_ || verb() == Verb::SparseAllReduce ? std::nullopt : compare_tables();
+}
+
+std::optional<Failure> Collective::compare_call_sites(
+    const std::vector<CollectiveHeader>& headers) const {
+  std::vector<CallSite> sites(static_cast<size_t>(n_));
+  std::vector<int> others;
+  for (int p = 0; p < n_; ++p) {
+    CallSite& site = sites[static_cast<size_t>(p)];
+    std::memcpy(site.data(), team_.call_site(p, seq_), site.size());
+    if (site != sites[0]) {
+      others.push_back(p);
+    }
+  }
+  if (others.empty()) {
+    return std::nullopt;
+  }
+  const auto said = [&](size_t rank) {
+    const CallSite& site = sites[rank];
+    const auto end = std::find(site.begin(), site.end(), '\0');
+    return describe(headers[rank]) + " at " + std::string(site.begin(), end);
+  };
+  return mismatch(
+      text_of_difference(
+          sites.size(), seq_, [&](size_t a, size_t b) { return sites[a] == sites[b]; }, said),
+      others);
 }
 
 // What each rank sends must be what the other expects, between every two ranks: a rank that is not

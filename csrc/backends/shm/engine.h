@@ -104,6 +104,9 @@ struct Request {
   std::vector<Buffer> targets;
   // Compared across ranks under Settings::strict; see add_shape().
   uint64_t shapes = 0;
+  // Compared, where the ranks give one: from which line the collective was called. Its end counts
+  // where it is too long.
+  std::string call_site;
   // Compared always: the bytes of each tensor, where several travel together.
   std::vector<uint64_t> members;
   // Of a SparseAllReduce, which compares it, and `shapes`, always.

@@ -116,6 +116,8 @@ class Layout {
  public:
   static constexpr int kMaxSize = 256;
   static constexpr size_t kMinArena = size_t{256} << 10;
+  // Its text, cut to fit.
+  static constexpr size_t kCallSiteBytes = kApart;
 
   Layout(int size, size_t arena) : size_(static_cast<size_t>(size)), arena_(arena) {
     tables_ = round_up(sizeof(Control), kApart);
@@ -153,6 +155,10 @@ class Layout {
   }
   size_t eager_bytes() const {
     return eager_bytes_;
+  }
+  // Where a rank says from which line it has called a collective: in the gap behind its data.
+  size_t call_site(int rank, uint64_t seq) const {
+    return header(rank, seq) + eager_stride_ - kCallSiteBytes;
   }
   size_t mailbox(int from, int to) const {
     return control(from) + mail_ + static_cast<size_t>(to) * mail_stride_;

@@ -54,6 +54,9 @@ class Team {
   std::byte* eager(int rank, uint64_t seq) const {
     return base_ + layout_.header(rank, seq) + sizeof(CollectiveHeader);
   }
+  char* call_site(int rank, uint64_t seq) const {
+    return reinterpret_cast<char*>(base_ + layout_.call_site(rank, seq));
+  }
   // Room for everything else: free from the moment that everyone has entered the collective.
   std::byte* bulk(int rank) const {
     return base_ + layout_.bulk(rank);
