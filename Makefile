@@ -1,5 +1,6 @@
 # make demo        train a tensor-parallel transformer on 2 ranks, eager and compiled
 # make test        the whole suite (PYTEST_ARGS="tests/ops -k all_reduce" for a part)
+# make test-clients  accelerate, transformers, Lightning, DeepSpeed and more on shm, unmodified
 # make sanitize    the C++ tests under AddressSanitizer, UBSan and ThreadSanitizer
 # make check-odr   whether a type of csrc is defined twice, differently
 # make check-debug collectives of a debug build under AddressSanitizer
@@ -7,7 +8,7 @@
 # make lint        ruff, mypy, clang-format (make format rewrites)
 # make build       the environment and the extension, in place; everything above does this first
 # make wheel       dist/*.whl for the torch in .venv
-# make clean       what was built; make distclean also .venv
+# make clean       what was built; make distclean also .venv and .venv-clients
 #
 # Needs python3 >= 3.10 with venv and headers, a C++20 compiler and make. Everything else goes into
 # .venv. Settings: PYTHON (the interpreter .venv is made with), TORCH (what pip installs), MAX_JOBS.
@@ -21,6 +22,8 @@ BENCH_ARGS ?=
 DEMO_ARGS ?=
 
 VENV := .venv
+# Of its own: the libraries there need not agree with what the tests of this package need.
+CLIENTS := .venv-clients
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 CPP := $(sort $(shell find csrc -name '*.cpp' -o -name '*.h' 2>/dev/null))
@@ -40,7 +43,7 @@ say = @printf '\033[1m==> %s\033[0m\n'
 MAKEFLAGS += --no-builtin-rules
 .SUFFIXES:
 
-.PHONY: build demo test sanitize check-odr check-debug bench lint format wheel clean distclean FORCE
+.PHONY: build demo test test-clients sanitize check-odr check-debug bench lint format wheel clean distclean FORCE
 .DELETE_ON_ERROR:
 
 build: $(VENV)/.built
@@ -76,6 +79,19 @@ demo: build
 test: build
 	$(say) "running the tests"
 	@$(PY) -m pytest $(PYTEST_ARGS)
+
+$(CLIENTS)/.installed: tools/requirements.txt tools/requirements-clients.txt $(VENV)/.python
+	$(say) "installing $(TORCH) and the libraries of tools/requirements-clients.txt (once)"
+	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install -q "$(TORCH)" -r tools/requirements.txt
+	@$(CLIENTS)/bin/python -m pip install -q --no-build-isolation "$(TORCH)" \
+		-r tools/requirements-clients.txt
+	@touch $@
+
+test-clients: build $(CLIENTS)/.installed
+	$(say) "running the libraries that people use, on gloo, on shm and on gloo served by shm"
+	@$(CLIENTS)/bin/python tools/develop.py
+	@$(CLIENTS)/bin/python -m pytest tests/clients $(PYTEST_ARGS)
 
 $(VENV)/.bench: tools/requirements-bench.txt $(VENV)/.torch
 	@$(PY) -m pip install -q -r tools/requirements-bench.txt && touch $@ || \
@@ -122,4 +138,4 @@ clean:
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(CLIENTS)

@@ -30,7 +30,13 @@ TORCH_REQUIREMENT = "torch>=2.11,<2.14"
 # `import torch` calls these; tools/develop.py installs the same.
 ENTRY_POINTS = {"torch.backends": ["torch_c10d_ext = torch_c10d_ext_autoload:register"]}
 # What the tests of clients drive; tools/requirements-clients.txt pins them.
-CLIENTS = ["accelerate>=1.15", "transformers>=5.23", "lightning>=2.6", "torchmetrics>=1.9"]
+CLIENTS = [
+    "accelerate>=1.15",
+    "deepspeed>=0.19",
+    "lightning>=2.6",
+    "torchmetrics>=1.9",
+    "transformers>=5.23",
+]
 
 ROOT = Path(__file__).resolve().parent
 os.chdir(ROOT)

@@ -259,6 +259,60 @@ def test_names_the_backend_in_ddps_log(backend: str) -> None:
     run(2, _names_the_backend_in_ddps_log, backend)
 
 
+def _removes_ddps_hooks(backend: str) -> None:
+    with switched(backend == "gloo"):
+        group = dist.new_group(backend=backend)
+    torch.manual_seed(0)
+    ddp = DDP(nn.Linear(2, 1), process_group=group)
+    x = torch.full((1, 2), float(dist.get_rank()))
+    ddp(x).sum().backward()
+    assert ddp.module.weight.grad.tolist() == [[0.5, 0.5]]  # the mean over the ranks
+    assert ddp._get_ddp_logging_data()["num_parameter_tensors"] == 2
+    ddp._remove_autograd_hooks()
+    ddp.zero_grad()
+    ddp.module(x).sum().backward()
+    assert torch.equal(ddp.module.weight.grad, x)
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("backend", ("gloo", "shm"))
+def test_removes_ddps_hooks(backend: str) -> None:
+    run(2, _removes_ddps_hooks, backend)
+
+
+def _needs_an_accelerator_on_gloo_too() -> list[list[str]]:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    def in_mixed_precision(group: Any) -> None:
+        half = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        DDP(nn.Linear(2, 2), process_group=group, mixed_precision=half)(torch.ones(1, 2))
+
+    def optimizer_in_backward(group: Any) -> None:
+        ddp = DDP(nn.Linear(2, 2), process_group=group)
+        _apply_optimizer_in_backward(torch.optim.SGD, ddp.parameters(), {"lr": 0.1})
+        ddp(torch.ones(1, 2)).sum().backward()
+
+    said = []
+    for backend in ("gloo", "shm"):
+        group = dist.new_group(backend=backend)
+        texts = []
+        for feature in (in_mixed_precision, optimizer_in_backward):
+            with pytest.raises(RuntimeError) as caught:
+                feature(group)
+            texts.append(str(caught.value).splitlines()[0])
+        said.append(texts)
+        dist.destroy_process_group(group)
+    return said
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
+def test_needs_an_accelerator_on_gloo_too() -> None:
+    """DDP's own mixed precision and its optimizer in the backward pass, in torch 2.13 on CPUs."""
+    for gloo, shm in run(1, _needs_an_accelerator_on_gloo_too):
+        assert gloo == shm
+
+
 def _gives_groups_a_default_backend() -> None:
     for backend, name in (("cpu:gloo", "gloo"), ("cpu:shm", "custom")):
         group = dist.new_group(backend=backend)

@@ -14,6 +14,24 @@ import torch
 from tests.clients.launch import on_every_way
 
 
+def texts(said: Any) -> Any:
+    """The texts in it, which are compared as they are; numbers may differ by their rounding."""
+    if isinstance(said, dict):
+        return {name: texts(value) for name, value in said.items()}
+    if isinstance(said, list):
+        return [texts(value) for value in said]
+    return said if isinstance(said, str) else None
+
+
+def numbers(said: Any) -> Any:
+    """The same without the texts."""
+    if isinstance(said, dict):
+        return {name: numbers(value) for name, value in said.items()}
+    if isinstance(said, list):
+        return [numbers(value) for value in said]
+    return 0 if isinstance(said, str) else said
+
+
 def same(program: str, *arguments: str, ranks: int = 2, ignored: tuple[str, ...] = ()) -> Any:
     """Gloo's results by rank, which those of the other ways have turned out to be."""
     said = on_every_way(program, arguments, ranks)
@@ -22,22 +40,27 @@ def same(program: str, *arguments: str, ranks: int = 2, ignored: tuple[str, ...]
             for name in ("step", *ignored):
                 result.pop(name, None)
     for way in ("shm", "switched"):
-        torch.testing.assert_close(said[way], said["gloo"], rtol=1e-5, atol=2e-6)
+        assert texts(said[way]) == texts(said["gloo"])
+        torch.testing.assert_close(numbers(said[way]), numbers(said["gloo"]), rtol=1e-5, atol=2e-6)
     return said["gloo"]
 
 
 @pytest.mark.parametrize("ranks", (2, 3))
 def test_accelerate(ranks: int) -> None:
     results = same("with_accelerate.py", ranks=ranks)
-    assert results[0]["losses"][-1] < results[0]["losses"][0]
+    losses = results[0]["losses"]
+    assert sum(losses[len(losses) // 2 :]) < sum(losses[: len(losses) // 2])
     assert results[0]["objects"] == [{"rank": rank} for rank in range(ranks)]
     assert results[0]["state"] == "DistributedType.MULTI_CPU"
 
 
-def test_accelerate_with_fsdp2() -> None:
+def test_accelerate_with_an_fsdp2_plugin() -> None:
     results = same("with_accelerate.py", "fsdp2")
-    assert results[0]["state"] == "DistributedType.FSDP"
-    assert results[0]["losses"][-1] < results[0]["losses"][0]
+    # accelerate 1.15 shards on accelerators alone, and trains with DDP here, on gloo alike. FSDP2
+    # itself is in test_torch.py.
+    assert results[0]["state"] == "DistributedType.MULTI_CPU"
+    losses = results[0]["losses"]
+    assert sum(losses[len(losses) // 2 :]) < sum(losses[: len(losses) // 2])
 
 
 def test_transformers_trainer() -> None:

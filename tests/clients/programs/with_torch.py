@@ -43,7 +43,13 @@ def loaders(method: str) -> None:
     dataset = TensorDataset(*data())
     sampler = DistributedSampler(dataset, n, rank, shuffle=True, seed=3)
     loader = DataLoader(
-        dataset, 8, sampler=sampler, num_workers=2, multiprocessing_context=method, timeout=60
+        dataset,
+        8,
+        sampler=sampler,
+        num_workers=1,
+        persistent_workers=True,
+        multiprocessing_context=method,
+        timeout=100,
     )
     for epoch in range(2):
         sampler.set_epoch(epoch)
