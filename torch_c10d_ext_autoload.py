@@ -39,9 +39,9 @@ def register() -> None:
 
 def hook(c10d: Any) -> None:
     """Has groups of ``torch.distributed`` made by this package where they are its business."""
-    make = c10d._new_process_group_helper
-    if hasattr(make, "_c10d_ext_original"):
-        return
+    make = getattr(c10d, "_new_process_group_helper", None)
+    if make is None or hasattr(make, "_c10d_ext_original"):
+        return  # a torch that makes them elsewhere goes on without
 
     @functools.wraps(make)
     def make_group(
@@ -83,6 +83,9 @@ class _Accelerate:
 
     NAME = "accelerate.state"
 
+    def __init__(self) -> None:
+        self._is_asking = False
+
     @classmethod
     def register(cls) -> None:
         """From the next import on, or at once where the module is there already."""
@@ -93,17 +96,22 @@ class _Accelerate:
             sys.meta_path.insert(0, cls())  # type: ignore[arg-type]
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != self.NAME:
+        if name != self.NAME or self._is_asking:
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
         from importlib.util import find_spec
 
-        spec = find_spec(name)
+        self._is_asking = True
+        try:
+            spec = find_spec(name)  # of the other finders
+        finally:
+            self._is_asking = False
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)  # type: ignore[arg-type]
                 self.change(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]

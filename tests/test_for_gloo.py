@@ -537,6 +537,53 @@ def test_autoload_can_be_turned_off(installed: str, tmp_path: Path) -> None:
     assert said["cpu:shm"] == ["cpu:shm", "shm", True]
 
 
+# As much of accelerate as the entry point touches.
+STATE = """
+class PartialState:
+    def _prepare_backend(self, cpu=False, sagemaker_dp=False, backend=None):
+        if not cpu:
+            return "nccl", "MULTI_GPU"
+        if backend not in (None, "mpi", "gloo", "shm"):
+            raise AssertionError(backend)
+        return ("mpi" if backend == "mpi" else "gloo"), "MULTI_CPU"
+"""
+
+ASK = """
+import json, sys
+import torch
+before = len(sys.meta_path)
+from importlib.util import find_spec
+assert find_spec("accelerate.state").origin  # to ask is not to import
+import accelerate.state
+import accelerate.state as again
+ask = again.PartialState()._prepare_backend
+print(json.dumps({
+    "gone": before - len(sys.meta_path),
+    "file": accelerate.state.__spec__.origin == accelerate.state.__file__,
+    "answers": [ask(True, False, name) for name in ("shm", "gloo", None, "mpi", "cpu:shm")],
+    "keywords": ask(cpu=True, backend="shm"),
+    "elsewhere": ask(False, False, "shm"),
+    "loaded": "torch_c10d_ext" in sys.modules,
+}))
+"""
+
+
+def test_accelerate_takes_the_name(installed: str, tmp_path: Path) -> None:
+    package = tmp_path / "accelerate"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "state.py").write_text(STATE)
+    said = program(ASK, os.pathsep.join([installed, str(tmp_path)]), tmp_path)
+    assert said == {
+        "gone": 1,
+        "file": True,
+        "answers": [[n, "MULTI_CPU"] for n in ("shm", "gloo", "gloo", "mpi", "cpu:shm")],
+        "keywords": ["shm", "MULTI_CPU"],
+        "elsewhere": ["nccl", "MULTI_GPU"],
+        "loaded": False,
+    }
+
+
 def _meets_again_at_the_same_store(path: str) -> list[str]:
     """Default groups of one name, as of a program that initializes again, on another store."""
     old = c10d._world.default_pg
