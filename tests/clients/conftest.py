@@ -20,6 +20,13 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return None
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Each has deadlines of its own; several programs of many processes take turns in one test."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.timeout(1200))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _server() -> Iterator[None]:
     yield

@@ -26,7 +26,7 @@ from typing import Any
 PROGRAMS = Path(__file__).resolve().parent / "programs"
 SWITCH = "TORCH_C10D_EXT_SHM_FOR_GLOO"
 STOP_DEADLINE = 10.0
-DEADLINE = 150.0
+DEADLINE = 300.0
 
 # How a program runs: what it passes as the name of the backend, and the environment it runs in.
 WAYS: dict[str, tuple[str, dict[str, str]]] = {

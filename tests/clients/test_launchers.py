@@ -15,7 +15,7 @@ import torch
 from tests.clients.launch import ENVIRONMENT, PROGRAMS, WAYS
 
 BIN = Path(sys.executable).parent
-DEADLINE = 240
+DEADLINE = 480
 
 
 def started(command: list[str], tmp_path: Path, **environment: str) -> str:
