@@ -1,0 +1,78 @@
+"""The clock of the cost model: how long a schedule takes, and what it hides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch_c10d_ext.optimizer._problem import Problem
+from torch_c10d_ext.optimizer._schedule import Step, longest_paths
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What a schedule takes, in seconds.
+
+    Attributes:
+        total: from the first node to the last.
+        computing: of it, computing.
+        sent: of all links together.
+        launches: how many collectives are started, a bucket counting once.
+    """
+
+    total: float
+    computing: float
+    sent: float
+    launches: int
+
+
+def simulate(p: Problem, order: Sequence[Step]) -> Timing:
+    """Runs a schedule: nodes in order on one stream, launches in order on each link."""
+    now = computing = sent = 0.0
+    launches = 0
+    free = [0.0] * len(p.lanes)
+    lands: dict[int, float] = {}
+    for step in order:
+        if type(step) is int and step not in p.collectives:
+            start = p.started_by.get(step)
+            if start is not None:
+                now = max(now, lands[start])
+            now += p.seconds[step]
+            computing += p.seconds[step]
+            continue
+        members = step if isinstance(step, tuple) else (step,)
+        first = members[0]
+        seconds = max(p.latency[i] for i in members)
+        seconds += sum(p.sent[i] - p.latency[i] for i in members)
+        lane = p.lane[first]
+        free[lane] = max(now, free[lane]) + seconds
+        sent += seconds
+        launches += 1
+        for i in members:
+            lands[i] = free[lane]
+    return Timing(max(now, *free) if free else now, computing, sent, launches)
+
+
+def serial_seconds(p: Problem) -> float:
+    """How long the graph takes where nothing runs beside anything else."""
+    return sum(p.seconds) + sum(p.sent.values())
+
+
+def lower_bound(p: Problem, bucketed: bool = False) -> float:
+    """No order takes less: the computation, the busiest link, the longest path.
+
+    Args:
+        p: the graph.
+        bucketed: whether launches may be merged; latencies then count only on paths.
+    """
+    lanes = [0.0] * len(p.lanes)
+    for i, seconds in p.sent.items():
+        lanes[p.lane[i]] += seconds - (p.latency[i] if bucketed else 0.0)
+    return max(sum(p.seconds), max(lanes, default=0.0), max(longest_paths(p), default=0.0))
+
+
+def hidden_share(p: Problem, total: float) -> float:
+    """The share of what can be hidden that is: (serial - total) / (serial - lower bound)."""
+    serial = serial_seconds(p)
+    hideable = serial - lower_bound(p)
+    return 1.0 if hideable <= 1e-15 else (serial - total) / hideable
