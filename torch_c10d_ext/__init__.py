@@ -30,7 +30,7 @@ from torch_c10d_ext import _C as _C
 from torch_c10d_ext import _backends, _exit, _groups, _inductor, errors, functional
 from torch_c10d_ext._async import AsyncCollectiveTensor, pending_count, work_of
 from torch_c10d_ext._dynamo import install, installed, uninstall
-from torch_c10d_ext.optimizer import optimize
+from torch_c10d_ext.optimizer import communication_backend, communication_options, optimize
 from torch_c10d_ext.report import Compute, Link, communication_report
 
 _C.set_group_names_provider(_groups.known_names)
@@ -44,6 +44,8 @@ __all__ = [
     "AsyncCollectiveTensor",
     "Compute",
     "Link",
+    "communication_backend",
+    "communication_options",
     "communication_report",
     "errors",
     "functional",

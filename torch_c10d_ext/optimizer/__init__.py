@@ -8,12 +8,15 @@ from torch_c10d_ext.optimizer._optimize import (
     optimize,
     optimize_and_report,
 )
+from torch_c10d_ext.optimizer._options import communication_backend, communication_options
 
 __all__ = [
     "CheckFailed",
     "Optimization",
     "Settings",
     "check_rewrite",
+    "communication_backend",
+    "communication_options",
     "find_deadlock",
     "optimize",
     "optimize_and_report",

@@ -81,13 +81,14 @@ class Costs:
         moved = self.bytes_of(value_of(node))
         for given in node.all_input_nodes:
             moved += self.bytes_of(value_of(given))
-        flops = 0.0
-        formula = _flop_formula(op)
-        if formula is not None:
-            flops = self._flops(formula, node)
-        return max(moved / self.compute.memory_bandwidth, flops / self.compute.flops)
+        return max(moved / self.compute.memory_bandwidth, self.flops(node, op) / self.compute.flops)
 
-    def _flops(self, formula: Any, node: Node) -> float:
+    def flops(self, node: Node, op: Any) -> float:
+        """Floating-point operations of products, attention and convolutions."""
+        formula = _flop_formula(op)
+        if formula is None:
+            return 0.0
+
         def shape(argument: Any) -> Any:
             value = value_of(argument) if isinstance(argument, Node) else argument
             if isinstance(value, torch.Tensor):

@@ -5,14 +5,21 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
-from torch_c10d_ext._groups import group_name, group_size, process_group, sums_in_rank_order
+from torch_c10d_ext._groups import (
+    group_name,
+    group_size,
+    has_cpu,
+    is_fake,
+    process_group,
+    sums_in_rank_order,
+)
 from torch_c10d_ext.errors import InvalidArgument
 from torch_c10d_ext.optimizer import _agreement
 from torch_c10d_ext.optimizer._algebra import simplify
@@ -23,6 +30,7 @@ from torch_c10d_ext.optimizer._costs import Costs
 from torch_c10d_ext.optimizer._plan import TOLERANCE, Plan, choose_plan
 from torch_c10d_ext.optimizer._problem import Problem, Unsupported, read_problem
 from torch_c10d_ext.optimizer._rewrite import apply_schedule
+from torch_c10d_ext.optimizer._schedule import Step
 from torch_c10d_ext.optimizer._simulate import hidden_share
 from torch_c10d_ext.report import Compute, Link
 
@@ -71,10 +79,20 @@ class Settings:
             )
 
     @staticmethod
-    def of(links: Mapping[Any, Link] | None, sizes: Mapping[str, int] | None, **rest: Any) -> Any:
+    def of(
+        links: Mapping[Any, Link] | None, sizes: Mapping[str, int] | None, **rest: Any
+    ) -> Settings:
+        """Settings from arguments as users give them; None is the default."""
         named = tuple(sorted((group_name(g), cost) for g, cost in (links or {}).items()))
         given = {k: v for k, v in rest.items() if v is not None}
         return Settings(links=named, sizes=tuple(sorted((sizes or {}).items())), **given)
+
+    def without_agreement(self) -> Settings:
+        return replace(self, agree="never")
+
+    def key(self) -> str | None:
+        """What a cache may tell these settings from others by; None where nothing does."""
+        return repr(self) if isinstance(self.compute, Compute) else None
 
     def costs(self) -> Costs:
         return Costs(self.link, dict(self.links), self.compute, dict(self.sizes))
@@ -248,42 +266,59 @@ def optimize_and_report(program: Program, settings: Settings) -> tuple[Program, 
 
 
 def optimized_graph(
-    graph: Graph, settings: Settings, agree_in_place: bool = False
+    graph: Graph, settings: Settings, in_place: bool = False
 ) -> tuple[Graph | None, Optimization]:
     """A better graph, or None; and what was done.
 
     Args:
-        graph: left untouched.
+        graph: what to improve.
         settings: see :func:`optimize`.
-        agree_in_place: whether the ranks' comparison is bound to the first collective's input, for
-            compilers that would otherwise move it.
+        in_place: whether ``graph`` itself is changed, once a changed copy has passed the checker.
+            For compilers, which move calls without results: there the ranks' comparison is bound
+            to the first collective's input.
     """
     about = Optimization()
     try:
-        found = _optimized(graph, settings, about, agree_in_place)
+        decided = _decide(graph, settings, about)
     except Unsupported as error:
         about.reason = str(error)
-        found = None
+        _log.info("optimize: the graph stays as it is, as %s", about.reason)
+        if in_place and settings.agree == "every" and any(map(_tells_nothing_apart, about.plan)):
+            # Another rank, whose graph became another one, compares: this one must not start
+            # something else meanwhile.
+            _add_agreement(graph, about, every=True, in_place=True)
+        return None, about
     except CheckFailed as error:
         # Not the user's mistake: the old graph is right, and somebody should hear of it.
         about = Optimization(reason=f"the checker found the new graph to differ: {error}")
         _log.warning("optimize: the graph stays as it is, as %s", about.reason)
         return None, about
-    about.changed = found is not None
-    if found is None:
-        _log.info("optimize: the graph stays as it is, as %s", about.reason)
-    return found, about
+    about.changed = True
+    new, order = decided
+    if in_place:
+        # The same steps once more: names of nodes stay, which a copy's would not.
+        p = _problem(graph, settings.costs())
+        if settings.algebra and simplify(graph, p, settings.numerics, _same_bits(settings)):
+            p = _problem(graph, settings.costs())
+        apply_schedule(graph, p, order)
+        new = graph
+    if settings.agree != "never" and about.plan:
+        _add_agreement(new, about, settings.agree == "every", in_place)
+    new.lint()
+    return new, about
 
 
-def _optimized(
-    given: Graph, settings: Settings, about: Optimization, agree_in_place: bool
-) -> Graph | None:
+def _decide(
+    given: Graph, settings: Settings, about: Optimization
+) -> tuple[Graph, tuple[Step, ...]]:
+    """A copy of a graph that is faster and has passed the checker, and the order of its nodes."""
     if not _has_collectives(given):
         raise Unsupported("it has no collectives")
     costs = settings.costs()
     graph = _copy_of(given)
     p = _problem(graph, costs)
     own = choose_plan(p, {}, {}, cap=1, memory=None, overlap=False)
+    _describe(p, own, about)
     about.seconds_before, about.peak_before = own.before.total, own.peak_before
     about.launches_before = own.before.launches
     about.hidden_before = hidden_share(p, own.before.total)
@@ -300,7 +335,6 @@ def _optimized(
     if settings.algebra:
         simplified = simplify(graph, p, settings.numerics, _same_bits(settings))
         if simplified:
-            about.done += simplified
             p = _problem(graph, costs)
     keys, sizes = _bucket_keys(p, settings, costs, about) if settings.bucket else ({}, {})
     plan = choose_plan(
@@ -316,16 +350,13 @@ def _optimized(
     gained = plan.timing.total + price < own.before.total * (1 - TOLERANCE)
     fewer = bool(simplified) and plan.timing.total + price <= own.before.total
     if not (gained or fewer) or plan.peak > memory:
-        about.done.clear()
         raise Unsupported(
             "no schedule is faster by the cost model than its own, "
             f"{own.before.total * 1e6:,.1f} us"
-            if p.collectives
-            else "no collective was left"
         )
+    about.done += simplified
     _describe(p, plan, about)
-    if plan.changed:
-        apply_schedule(graph, p, plan.order)
+    apply_schedule(graph, p, plan.order)
     about.seconds, about.peak, about.launches = plan.timing.total, plan.peak, plan.timing.launches
     about.hidden = hidden_share(p, plan.timing.total)
     check_rewrite(
@@ -337,10 +368,7 @@ def _optimized(
         ),
         costs.storage_bytes,
     )
-    if settings.agree != "never" and about.plan:
-        _add_agreement(graph, about, settings.agree == "every", agree_in_place)
-    graph.lint()
-    return graph
+    return graph, plan.order
 
 
 def _copy_of(given: Graph) -> Graph:
@@ -419,6 +447,8 @@ def _bucket_keys(
 
 def _describe(p: Problem, plan: Plan, about: Optimization) -> None:
     """The launches of each group in words, as ranks compare them, and what became of them."""
+    about.plan.clear()
+    about.order.clear()
     numbers: dict[int, str] = {}
     buckets: dict[str, list[int]] = {}
     for step in plan.order:
@@ -468,6 +498,11 @@ def _add_agreement(graph: Graph, about: Optimization, every: bool, in_place: boo
             op = torch.ops.c10d_ext_optimizer.agree.default
             node = graph.call_function(op, (plan, every))
     node.meta["val"] = None
+
+
+def _tells_nothing_apart(group: str) -> bool:
+    """Whether a group takes one collective for another, instead of raising."""
+    return has_cpu(group) and not is_fake(group) and not sums_in_rank_order(group)
 
 
 def _is_collective(node: Node) -> bool:
