@@ -14,6 +14,10 @@ The rules by which different terms are equal (each is bitwise, or asks for ``in_
 ===========  =====================================================================================
 landed       ``wait(x) = x``
 coalesced    the k-th result of a launch of several is the collective of the k-th input
+repeated     ``min(min(x)) = min(x)`` over one group; ``max``, ``band`` and ``bor`` alike
+cast         ``cast(move(x)) = move(cast(x))`` for all_gather and broadcast
+gathered     ``all_gather(reduce_scatter(x)) = all_reduce(x)`` over one group; asks
+sums         ``all_reduce(a) + all_reduce(b) = all_reduce(a + b)``; only where rounding is allowed
 ===========  =====================================================================================
 """
 
@@ -40,6 +44,9 @@ _KINDS = (
     "scatter",
     "permute_tensor",
 )
+_SUM = ("str", repr("sum"))
+_REPEATABLE = tuple(("str", repr(op)) for op in ("min", "max", "band", "bor"))
+_CASTS = ("aten._to_copy.default", "prims.convert_element_type.default")
 _ANY_ORDER = ("min", "max", "band", "bor", "bxor")
 
 # Whether a group gives a reduced element the same bits wherever in a message it stands.
@@ -56,6 +63,7 @@ def check_rewrite(
     budget: float,
     in_rank_order: InRankOrder,
     bytes_of: Callable[[torch.Tensor], int] | None = None,
+    rounding: bool = False,
 ) -> None:
     """Raises CheckFailed unless ``after`` may take the place of ``before``.
 
@@ -64,9 +72,10 @@ def check_rewrite(
         after: the graph as it is.
         budget: bytes that ``after`` may hold at once.
         in_rank_order: asked with the group of each new bucket of reductions.
+        rounding: whether sums may be made in another order.
         bytes_of: the size of a fake tensor's storage; by default what the tensor says.
     """
-    terms = _Terms()
+    terms = _Terms(rounding, in_rank_order)
     old = _Evaluation(before, terms).run()
     new = _Evaluation(after, terms).run()
     _same("the outputs", old.outputs, new.outputs, terms)
@@ -75,8 +84,20 @@ def check_rewrite(
     for k, (a, b) in enumerate(zip(old.effects, new.effects, strict=True)):
         _same(f"effect {k}", a, b, terms)
     _same("which outputs share memory", old.shared, new.shared, terms)
-    lost = old.collectives.keys() - new.collectives.keys()
-    extra = new.collectives.keys() - old.collectives.keys()
+    lost = set(old.collectives) - set(new.collectives)
+    extra = set(new.collectives) - set(old.collectives)
+    # A collective that another one replaces by a rule is none that somebody lost.
+    instead: set[int] = set()
+
+    def is_kept(term: int) -> bool:
+        if term in new.collectives:
+            return True
+        made = old.replaced.get(term, set())
+        instead.update(made)
+        return bool(made) and all(is_kept(each) for each in made)
+
+    lost = {term for term in lost if not is_kept(term)}
+    extra -= instead
     for term in sorted(lost | extra):
         name = old.collectives.get(term) or new.collectives.get(term)
         where = "the old graph" if term in lost else "the new graph"
@@ -108,16 +129,25 @@ def _same(what: str, a: Any, b: Any, terms: _Terms) -> None:
 class _Terms:
     """Numbers for terms: equal terms are one number."""
 
-    def __init__(self) -> None:
+    def __init__(self, rounding: bool, in_rank_order: InRankOrder) -> None:
         self.numbers: dict[Hashable, int] = {}
         self.names: list[str] = []
+        self.keys: list[Any] = []
+        self.rounding, self.in_rank_order = rounding, in_rank_order
 
     def number(self, key: Hashable, name: str) -> int:
         found = self.numbers.get(key)
         if found is None:
             found = self.numbers[key] = len(self.names)
             self.names.append(name)
+            self.keys.append(key)
         return found
+
+    def collective(self, value: Any, *kinds: str) -> Any:
+        """Space, kind, arguments and input of the collective that a term is, if it is one."""
+        key = self.keys[value] if isinstance(value, int) and 0 <= value < len(self.keys) else ()
+        is_one = isinstance(key, tuple) and len(key) == 4 and key[0] in _SPACES and key[1] in kinds
+        return key if is_one else None
 
     def show(self, value: Any) -> str:
         if isinstance(value, int) and 0 <= value < len(self.names):
@@ -153,6 +183,7 @@ class _Evaluation:
         self.shared: tuple[Any, ...] = ()
         self.effects: list[Any] = []
         self.collectives: dict[int, str] = {}
+        self.replaced: dict[int, set[int]] = {}  # by a rule: by which collectives
         self.buckets: dict[Any, tuple[str, str | None, str, set[torch.dtype], str]] = {}
         # By launch and number: what it reads and writes.
         self.flying: dict[tuple[Node, int], tuple[tuple[_Cell, ...], tuple[_Cell, ...]]] = {}
@@ -248,7 +279,7 @@ class _Evaluation:
             self._touch(node, written)
         if ordered:
             key = (*key, len(self.effects))
-        term = self.terms.number(key, node.name)
+        term = self._rewritten(node, op, key)
         if ordered:
             self.effects.append(term)
         for cell in self._cells(written):
@@ -258,6 +289,47 @@ class _Evaluation:
             self._make(node, self.term[written[0]], views=written)
         else:
             self._make(node, term, views=viewed)
+
+    def _rewritten(self, node: Node, op: Any, key: Any) -> int:
+        """The term of a computation, its collectives moved outwards by the rules."""
+        terms = self.terms
+        values, named = key[1], key[2]
+        moved = (
+            terms.collective(values[0], "all_gather_into_tensor", "broadcast") if values else None
+        )
+        if moved is not None and str(op) in _CASTS and all(k == "dtype" for k, _ in named):
+            inner = terms.number((key[0], (moved[3], *values[1:]), named), node.name)
+            return self._replace([values[0]], (*moved[:3], inner), f"{moved[1]} of {node.name}")
+        if terms.rounding and str(op) == "aten.add.Tensor" and not named and len(values) == 2:
+            pair = [terms.collective(v, "all_reduce") for v in values]
+            a, b = pair
+            if a is not None and b is not None and a[:3] == b[:3] and ("reduce_op", _SUM) in a[2]:
+                inner = terms.number((key[0], (a[3], b[3]), named), node.name)
+                return self._replace(list(values), (*a[:3], inner), f"all_reduce of {node.name}")
+        return terms.number(key, node.name)
+
+    def _replace(self, old: list[int], key: Any, name: str) -> int:
+        new = self.terms.number(key, name)
+        for each in old:
+            self.replaced.setdefault(each, set()).add(new)
+        return new
+
+    def _reduced_twice(self, key: Any, name: str) -> int | None:
+        """The term of a collective of a collective, where a rule makes one of them."""
+        space, kind, rest, value = key
+        operation = next((v for k, v in rest if k == "reduce_op"), "")
+        inner = self.terms.collective(value, kind) if kind == "all_reduce" else None
+        if inner is not None and inner[:3] == key[:3] and operation in _REPEATABLE:
+            return int(value)
+        inner = self.terms.collective(value, "reduce_scatter_tensor")
+        if kind == "all_gather_into_tensor" and inner is not None and inner[0] == space:
+            group = [v for k, v in rest if k == "group_name"]
+            if group == [v for k, v in inner[2] if k == "group_name"] and (
+                self.terms.rounding or self.terms.in_rank_order(group[0][1][1:-1])
+            ):
+                arguments = tuple(x for x in inner[2] if x[0] != "group_size")
+                return self._replace([value], (space, "all_reduce", arguments, inner[3]), name)
+        return None
 
     def _opaque(self, node: Node) -> None:
         """A call that may do anything with what it is given."""
@@ -285,9 +357,7 @@ class _Evaluation:
         arguments.update(node.kwargs)
         tensors = [a.name for a in op._schema.arguments if "Tensor" in str(a.type)]
         given = [n for t in tensors for n in _nodes(arguments.get(t))]
-        rest = tuple(
-            sorted((k, repr(self._value(v))) for k, v in arguments.items() if k not in tensors)
-        )
+        rest = tuple((k, self._value(v)) for k, v in sorted(arguments.items()) if k not in tensors)
         group = str(arguments.get("group_name"))
         if kind not in _KINDS:
             self._touch(node, given)
@@ -309,7 +379,8 @@ class _Evaluation:
                 rest,
                 value if several else (value[0] if len(value) == 1 else tuple(value)),
             )
-            term = self.terms.number(key, f"{kind} of {n.name}")
+            made = self._reduced_twice(key, f"{kind} of {n.name}")
+            term = self.terms.number(key, f"{kind} of {n.name}") if made is None else made
             self.collectives[term] = node.name
             found.append(term)
         if several:

@@ -133,7 +133,7 @@ def _problem_of(kernels: list[Any], costs: Costs) -> Problem:
             last_start = i
             _add_collective(p, i, start, costs)
             names = [b.get_name() for b in buffers]
-            names += [m for b in buffers for m in b.get_mutations()] + reads
+            names += [m for b in buffers for m in b.get_mutations()]
             flying.update(dict.fromkeys(names, i))
         elif part is not None and any(name in flying for name in reads):
             # One result of a launch of several, which made it.

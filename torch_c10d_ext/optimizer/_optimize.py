@@ -31,7 +31,7 @@ from torch_c10d_ext.optimizer._plan import TOLERANCE, Plan, choose_plan
 from torch_c10d_ext.optimizer._problem import Problem, Unsupported, read_problem
 from torch_c10d_ext.optimizer._rewrite import apply_schedule
 from torch_c10d_ext.optimizer._schedule import Step
-from torch_c10d_ext.optimizer._simulate import hidden_share
+from torch_c10d_ext.optimizer._simulate import hidden_share, lower_bound
 from torch_c10d_ext.report import Compute, Link
 
 _log = logging.getLogger("torch_c10d_ext")
@@ -321,7 +321,8 @@ def _decide(
     _describe(p, own, about)
     about.seconds_before, about.peak_before = own.before.total, own.peak_before
     about.launches_before = own.before.launches
-    about.hidden_before = hidden_share(p, own.before.total)
+    bound = lower_bound(p)
+    about.hidden_before = hidden_share(p, own.before.total, bound)
     about.seconds, about.peak = about.seconds_before, about.peak_before
     about.launches, about.hidden = about.launches_before, about.hidden_before
     budget = settings.memory_budget
@@ -358,7 +359,7 @@ def _decide(
     _describe(p, plan, about)
     apply_schedule(graph, p, plan.order)
     about.seconds, about.peak, about.launches = plan.timing.total, plan.peak, plan.timing.launches
-    about.hidden = hidden_share(p, plan.timing.total)
+    about.hidden = hidden_share(p, plan.timing.total, lower_bound(p) if simplified else bound)
     check_rewrite(
         given,
         graph,
@@ -367,6 +368,7 @@ def _decide(
             settings.numerics == "rounding" or group_size(group) <= 2 or sums_in_rank_order(group)
         ),
         costs.storage_bytes,
+        settings.numerics == "rounding",
     )
     return graph, plan.order
 
