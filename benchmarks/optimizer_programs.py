@@ -16,26 +16,28 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from torch_c10d_ext.functional import wait_tensor
+
 ext = torch.ops.c10d_ext
 
 WIDTH, TOKENS, HEADS, LAYERS = 512, 1024, 8, 6
 
 
 def _reduce(x: Tensor, group: str, op: str = "sum") -> Tensor:
-    return ext.wait_tensor(ext.all_reduce(x, op, group))  # type: ignore[no-any-return]
+    return wait_tensor(ext.all_reduce(x, op, group))
 
 
 def _gather(x: Tensor, n: int, group: str) -> Tensor:
-    return ext.wait_tensor(ext.all_gather_into_tensor(x, n, group))  # type: ignore[no-any-return]
+    return wait_tensor(ext.all_gather_into_tensor(x, n, group))
 
 
 def _scatter(x: Tensor, n: int, group: str) -> Tensor:
-    return ext.wait_tensor(ext.reduce_scatter_tensor(x, "sum", n, group))  # type: ignore[no-any-return]
+    return wait_tensor(ext.reduce_scatter_tensor(x, "sum", n, group))
 
 
 def _exchange(x: Tensor, n: int, group: str) -> Tensor:
     even = [x.shape[0] // n] * n
-    return ext.wait_tensor(ext.all_to_all_single(x, even, even, group))  # type: ignore[no-any-return]
+    return wait_tensor(ext.all_to_all_single(x, even, even, group))
 
 
 def _leaves(tensors: list[Tensor]) -> list[Tensor]:
@@ -187,8 +189,8 @@ def ring_attention(n: int, group: str) -> tuple[Callable[..., Any], list[Any]]:
         for _ in range(2 * n):
             weights = torch.exp(q @ k.t() / 32.0)
             out, top = out + weights @ v, top + weights.sum(1, keepdim=True)
-            k = ext.wait_tensor(ext.permute_tensor(k, ring, group))
-            v = ext.wait_tensor(ext.permute_tensor(v, ring, group))
+            k = wait_tensor(ext.permute_tensor(k, ring, group))
+            v = wait_tensor(ext.permute_tensor(v, ring, group))
         return out / top
 
     return forward, [torch.empty(TOKENS, WIDTH) for _ in range(3)]

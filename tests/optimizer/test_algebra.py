@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import torch_c10d_ext
 from tests.harness import run
 from tests.harness.crew import crew
 from tests.optimizer.graphs import bits, join_fake_world, odd_values
@@ -39,12 +40,14 @@ def _reduced(x: Tensor, op: str = "sum", ops: Any = ext) -> Tensor:
 
 
 def _gathered(x: Tensor) -> Tensor:
-    return ext.wait_tensor(ext.all_gather_into_tensor(x, dist.get_world_size(), _group()))  # type: ignore[no-any-return]
+    gathered: Tensor = ext.all_gather_into_tensor(x, dist.get_world_size(), _group())
+    return torch_c10d_ext.functional.wait_tensor(gathered)
 
 
 def _scattered(x: Tensor) -> Tensor:
     n = dist.get_world_size()
-    return ext.wait_tensor(ext.reduce_scatter_tensor(x, "sum", n, _group()))  # type: ignore[no-any-return]
+    part: Tensor = ext.reduce_scatter_tensor(x, "sum", n, _group())
+    return torch_c10d_ext.functional.wait_tensor(part)
 
 
 def _twice(x: Tensor) -> Tensor:

@@ -52,7 +52,10 @@ class _Rules:
         self, graph: Graph, p: Problem, numerics: str, same_bits: Callable[[Collective], bool]
     ) -> None:
         self.graph, self.numerics, self.same_bits = graph, numerics, same_bits
-        self.by_node = {c.node: c for c in p.collectives.values() if not c.form.writes}
+        # Where ranks move different sizes, what is a duplicate on one of them is none on another.
+        self.by_node = {
+            c.node: c for c in p.collectives.values() if c.symmetric and not c.form.writes
+        }
         self.written = _written_storages(graph)
         self.place = {node: k for k, node in enumerate(graph.nodes)}
         self.counts: dict[str, int] = {}

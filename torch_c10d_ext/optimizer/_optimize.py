@@ -138,13 +138,13 @@ class Optimization:
             lines.append(
                 f"step {self.seconds_before * 1e6:,.1f} -> {self.seconds * 1e6:,.1f} us, "
                 f"hidden {self.hidden_before:.0%} -> {self.hidden:.0%}, launches "
-                f"{self.launches_before} -> {self.launches}, peak {self.peak_before:,.0f} -> "
-                f"{self.peak:,.0f} bytes"
+                f"{self.launches_before} -> {self.launches}"
             )
+            lines.append(f"peak {self.peak_before:,.0f} -> {self.peak:,.0f} bytes")
         else:
             lines.append(f"unchanged: {self.reason}")
-        lines += [f"  done: {line}" for line in self.done]
-        lines += [f"  not: {line}" for line in self.missed]
+        lines += [f"done: {line}" for line in self.done]
+        lines += [f"not: {line}" for line in self.missed]
         return "\n".join(lines)
 
 
@@ -209,7 +209,7 @@ def optimize(
 
         graph = make_fx(step)(*inputs)
         step = torch_c10d_ext.optimize(graph, link=Link(20e-6, 10e9), explain=True)
-        # step 915.4 -> 640.2 us, hidden 0% -> 97%, launches 48 -> 6, ...
+        # step 915.4 -> 640.2 us, hidden 0% -> 97%, launches 48 -> 6 ...
 
     The model of memory: a result lives from its node to the last node that uses it or a view of
     it; what a collective reads and writes lives to its wait. The scheduler is list scheduling with

@@ -17,6 +17,8 @@ TOLERANCE = 0.002
 _WORK = 24_000
 
 _SEEDS = 24
+# Nodes that are placed without a search.
+_MUCH = 80_000
 _HEAVY = 3
 
 # A launch is of use up to where its bytes take this many times its latency.
@@ -87,11 +89,15 @@ def choose_plan(
         keys = {}
     scheduler = Scheduler(p, after, keys, sizes, cap, longest_paths(p), _needed(p, after))
     search = _Search(p, scheduler, limit, best)
-    policies = [
-        Policy(by_path, bucket)
-        for bucket in (0.0, *_bucket_sizes(p, keys, sizes, cap))
-        for by_path in (False, True)
-    ]
+    buckets = _bucket_sizes(p, keys, sizes, cap)
+    policies = [Policy(by_path, b) for b in (0.0, *buckets) for by_path in (False, True)]
+    if len(p.nodes) * len(policies) > _MUCH:
+        # On large graphs, where each schedule takes long, the middle of the range alone.
+        policies = [
+            Policy(False, 0.0),
+            *(Policy(False, b) for b in buckets[len(buckets) // 2 :][:1]),
+        ]
+        policies += [Policy(True, policies[-1].bucket)] * (len(p.nodes) < _MUCH // 4)
     search.consider(policies)
     seed = 0
     while search.work + len(p.nodes) < _WORK and seed < _SEEDS:
