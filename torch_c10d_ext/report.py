@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
@@ -257,12 +258,41 @@ class CommunicationReport:
             parts.append(label(x + 16, y, op))
         return "\n".join([*parts, "</svg>", ""])
 
+    def trace(self) -> str:
+        """The timeline as JSON that Perfetto and chrome://tracing read, times in microseconds."""
+        lanes = list(dict.fromkeys(call.label for call in self.calls))
+        events: list[dict[str, Any]] = [
+            {"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": name}}
+            for tid, name in enumerate(["compute", *lanes])
+        ]
+        for start, end in self.busy:
+            span = {"ts": start * 1e6, "dur": (end - start) * 1e6}
+            events.append({"ph": "X", "pid": 0, "tid": 0, "name": "computes", **span})
+        for call in self.calls:
+            about = {
+                "node": call.node,
+                "input": f"{call.dtype} {call.shape}",
+                "group": call.label,
+                "ranks": call.ranks,
+                "wire bytes": call.wire_bytes,
+                "hidden us": call.hidden * 1e6,
+            }
+            span = {"ts": call.start * 1e6, "dur": call.seconds * 1e6}
+            tid = 1 + lanes.index(call.label)
+            events.append({"ph": "X", "pid": 0, "tid": tid, "name": call.op, **span, "args": about})
+        return json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}, indent=1) + "\n"
+
     def save(self, path: str | Path) -> None:
-        """Writes the timeline to a file named ``*.svg``, the table to one named ``*.txt``."""
+        """Writes the timeline (``*.svg``), the table (``*.txt``) or a trace (``*.json``)."""
         path = Path(path)
-        if path.suffix not in (".svg", ".txt"):
-            raise ValueError(f"save: path must end in .svg or .txt, got {path.name}")
-        path.write_text(self.svg() if path.suffix == ".svg" else f"{self}\n", encoding="utf-8")
+        texts: dict[str, Callable[[], str]] = {
+            ".svg": self.svg,
+            ".txt": lambda: f"{self}\n",
+            ".json": self.trace,
+        }
+        if path.suffix not in texts:
+            raise ValueError(f"save: path must end in .svg, .txt or .json, got {path.name}")
+        path.write_text(texts[path.suffix](), encoding="utf-8")
 
 
 def communication_report(

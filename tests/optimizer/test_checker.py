@@ -195,7 +195,7 @@ def _copied(module: GraphModule) -> Graph:
 
 def _damage_is_found() -> dict[str, int]:
     counted: Counter[str] = Counter()
-    for seed in range(60):
+    for seed in range(40):
         before = random_graph(seed, WORLD, RANKS, nodes=20 + seed % 20)
         after, _ = optimize_and_report(before, _settings(memory_budget=2**30))
         _check(before.graph, after.graph)

@@ -331,7 +331,7 @@ def test_one_decision_on_all_ranks(fake_world: Call) -> None:
 def _random_graphs_keep_their_budget() -> tuple[int, int]:
     """The checker has passed each; here the budget is compared once more, at the old peak."""
     changed = hidden = 0
-    for seed in range(120):
+    for seed in range(60):
         graph = random_graph(seed, WORLD, RANKS, nodes=10 + seed % 40)
         new, about = _optimized(graph)
         again = _optimized(graph, memory_budget=int(about.peak_before))[1]
@@ -347,8 +347,8 @@ def _random_graphs_keep_their_budget() -> tuple[int, int]:
 
 def test_random_graphs_keep_their_budget(fake_world: Call) -> None:
     changed, hidden = fake_world(_random_graphs_keep_their_budget)
-    assert changed > 80
-    assert hidden > 50
+    assert changed > 40
+    assert hidden > 25
 
 
 def _exported() -> None:

@@ -49,9 +49,9 @@ def _random_graphs(first: int, count: int, numerics: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_random_graphs_keep_their_bits_on_shm(ranks: int) -> None:
-    (changed, merged), *_ = run(ranks, _random_graphs, 1000, 60, "bitwise", backend="shm")
-    assert changed > 30
-    assert merged > 10
+    (changed, merged), *_ = run(ranks, _random_graphs, 1000, 40, "bitwise", backend="shm")
+    assert changed > 20
+    assert merged > 6
 
 
 def test_random_graphs_keep_their_bits_on_gloo() -> None:
