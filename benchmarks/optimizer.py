@@ -3,10 +3,11 @@
     python benchmarks/optimizer.py [--ranks 4] [--scaling] [--measure]
 
 No ranks are needed but for ``--measure``, which runs small forms of some programs on two ranks, the
-old graph and the new one in turns. The programs are traced in a fake world. Three links, by rule: what they send
-takes as long as the rank computes (balanced), three times that (bandwidth), or the same in latency
-alone (latency). Shares are of what can be hidden: (serial - step) / (serial - bound), where no
-order takes less than the bound (see `lower_bound` in torch_c10d_ext/optimizer/_simulate.py).
+old graph and the new one in turns. The programs are traced in a fake world. Three links, by rule:
+what they send takes as long as the rank computes (balanced), three times that (bandwidth), or the
+same in latency alone (latency). Shares are of what can be hidden: (serial - step) / (serial -
+bound), where no order takes less than the bound (`lower_bound` in
+torch_c10d_ext/optimizer/_simulate.py).
 """
 
 from __future__ import annotations

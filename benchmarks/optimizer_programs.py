@@ -55,7 +55,8 @@ def _block(x: Tensor, w: list[Tensor]) -> Tensor:
     return x + F.gelu(F.layer_norm(x, x.shape[-1:]) @ w[2]) @ w[3]
 
 
-def _block_shapes(width: int = WIDTH) -> list[tuple[int, int]]:
+def _block_shapes() -> list[tuple[int, int]]:
+    width = WIDTH
     return [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
 
 
