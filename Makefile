@@ -1,5 +1,6 @@
 # make demo        train a tensor-parallel transformer on 2 ranks, eager and compiled
 # make test        the whole suite (PYTEST_ARGS="tests/ops -k all_reduce" for a part)
+# make test-cuda   the CUDA path over a simulated CUDA runtime, in an environment of its own
 # make sanitize    the C++ tests under AddressSanitizer, UBSan and ThreadSanitizer
 # make check-odr   whether a type of csrc is defined twice, differently
 # make check-debug collectives of a debug build under AddressSanitizer
@@ -21,10 +22,14 @@ BENCH_ARGS ?=
 DEMO_ARGS ?=
 
 VENV := .venv
+# torch's CUDA build and its wheel, a download of 530 MB: make distclean leaves the wheel.
+CUDA_VENV := .venv-cuda
+CUDA_CACHE ?= .cuda-cache
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 CPP := $(sort $(shell find csrc -name '*.cpp' -o -name '*.h' 2>/dev/null))
-CPP_TESTS := $(wildcard tests/native/*.cpp tests/native/*.h)
+CPP_TESTS := $(wildcard tests/native/*.cpp tests/native/*.h tests/simulated_cuda/*/*.cpp \
+	tests/simulated_cuda/*/*.h)
 CPP_DIRS := $(shell find csrc -type d 2>/dev/null)
 # An extension that was deleted, or never built, overrides the stamp.
 EXTENSION := $(wildcard torch_c10d_ext/_C*.so)
@@ -40,7 +45,7 @@ say = @printf '\033[1m==> %s\033[0m\n'
 MAKEFLAGS += --no-builtin-rules
 .SUFFIXES:
 
-.PHONY: build demo test sanitize check-odr check-debug bench lint format wheel clean distclean FORCE
+.PHONY: build demo test test-cuda mutate-cuda sanitize check-odr check-debug bench lint format wheel clean distclean FORCE
 .DELETE_ON_ERROR:
 
 build: $(VENV)/.built
@@ -76,6 +81,19 @@ demo: build
 test: build
 	$(say) "running the tests"
 	@$(PY) -m pytest $(PYTEST_ARGS)
+
+$(CUDA_VENV)/.ready: tests/simulated_cuda/environment.py tools/requirements.txt
+	$(say) "creating $(CUDA_VENV) with torch's CUDA build"
+	@$(PYTHON) $< $(CUDA_VENV) $(CUDA_CACHE)
+	@touch $@
+
+test-cuda: $(CUDA_VENV)/.ready
+	$(say) "running the CUDA tests over a simulated CUDA runtime"
+	@$(CUDA_VENV)/bin/python -m tests.simulated_cuda.run $(PYTEST_ARGS)
+
+mutate-cuda: $(CUDA_VENV)/.ready
+	$(say) "taking the stream rules out of csrc, one by one (about an hour)"
+	@$(CUDA_VENV)/bin/python -m tests.simulated_cuda.mutate
 
 $(VENV)/.bench: tools/requirements-bench.txt $(VENV)/.torch
 	@$(PY) -m pip install -q -r tools/requirements-bench.txt && touch $@ || \
@@ -122,4 +140,4 @@ clean:
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(CUDA_VENV)

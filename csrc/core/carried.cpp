@@ -89,6 +89,7 @@ std::pair<at::Tensor, bool> to_wire(const at::Tensor& source, const at::Tensor& 
 Finish decode_later(const at::Tensor& wire, const ReductionPlan& plan, const at::Tensor& out,
                     int64_t divisor) {
   return [wire, plan, out = alias_of(out), divisor] {
+    used_here(wire);
     if (divisor != 1) {
       wire.div_(divisor);
     }
@@ -119,6 +120,7 @@ Finish reduce_rows_later(const at::Tensor& bytes, const Contribution& sent,
   const auto dtype = sent.values.dtype();
   const bool encoded = sent.encoded;
   return [bytes, dtype, encoded, reduction, plan, out = alias_of(out), ranks] {
+    used_here(bytes);
     const auto count = bytes.numel() / static_cast<int64_t>(dtype.itemsize());
     const Tensors rows = rows_of(span_of(bytes, dtype, 0, count), ranks);
     const auto wire = [&](int64_t rank) {
@@ -198,6 +200,7 @@ at::Tensor flattened(at::TensorList tensors) {
 
 Finish unflatten_later(const at::Tensor& flat, at::TensorList outs) {
   return [flat, outs = aliases_of(outs)] {
+    used_here(flat);
     int64_t offset = 0;
     for (const auto& out : outs) {
       const at::Tensor part = span_of(flat, offset, out.numel());
@@ -235,7 +238,10 @@ std::pair<at::Tensor, Finish> landing(const at::Tensor& out) {
     return {out, Finish()};
   }
   at::Tensor buffer = at::empty(out.sizes(), out.options());
-  return {buffer, [buffer, out = alias_of(out)] { copy_values(out, buffer); }};
+  return {buffer, [buffer, out = alias_of(out)] {
+            used_here(buffer);
+            copy_values(out, buffer);
+          }};
 }
 
 Started all_reduce(const Carrier& carrier, const at::Tensor& input, const at::Tensor& out,
@@ -362,7 +368,7 @@ Started reduce(const Carrier& carrier, const at::Tensor& source, const at::Tenso
                const Reduction& reduction, int64_t dst) {
   const bool receives = carrier.rank() == dst;
   ReductionPlan plan = carrier.plan(reduction, out.scalar_type());
-  if (plan.local_only && !carrier.has_rooted()) {
+  if (plan.local_only && !carrier.gathers_in_order()) {
     return gather_and_reduce(carrier, source, receives ? out : at::empty_like(out), reduction,
                              plan);
   }
@@ -430,7 +436,7 @@ Started all_gather_coalesced(const Carrier& carrier, at::TensorList sources, at:
       ins.push_back(bytes_of(dense(sources[i])));
       auto [buffer, copy] = landing(outs[i]);
       buffers.push_back(bytes_of(buffer));
-      finish = then(std::move(finish), std::move(copy));
+      finish = then(then(std::move(finish), carrier.keep(ins.back())), std::move(copy));
     }
     WorkPtr work = carrier.start(
         [&](auto& backend) { return backend.allgather_into_tensor_coalesced(buffers, ins); });
@@ -441,6 +447,7 @@ Started all_gather_coalesced(const Carrier& carrier, at::TensorList sources, at:
   const at::Tensor all = at::empty({ranks, flat.numel()}, flat.options());
   Started started = all_gather_bytes(carrier, bytes_of(flat), bytes_of(all));
   started.finish = then(std::move(started.finish), [all, outs = aliases_of(outs), ranks] {
+    used_here(all);
     const Tensors parts = columns(all, outs, ranks);
     for (size_t i = 0; i < outs.size(); ++i) {
       const at::Tensor& out = outs[i];

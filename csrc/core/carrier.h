@@ -104,9 +104,13 @@ class Carrier {
     return !process_group_;
   }
   // Parts to or from one rank. The verbs of torch.distributed exchange them, which can be of any
-  // sizes there, and are to be met.
+  // sizes there, and are to be met. nccl's copy a rank's own part on the caller's stream, which a
+  // wait on another one does not see; its exchange sends the same messages.
   bool has_rooted_parts() const {
-    return has_rooted() && over_gloo_ == nullptr;
+    return has_rooted() && over_gloo_ == nullptr && !nccl_;
+  }
+  bool gathers_in_order() const {
+    return has_rooted() && !nccl_;
   }
   bool has_all_gather() const {
     return !process_group_;
@@ -145,9 +149,10 @@ class Carrier {
     return timed_;
   }
 
-  // Gloo and nccl keep a collective's inputs alive themselves; of others nothing is known.
+  // Gloo keeps a collective's inputs alive itself, and nccl until the wait, which may be on another
+  // stream than the memory is from; of others nothing is known.
   Finish keep(const at::Tensor& t) const {
-    return gloo_ || nccl_ ? Finish() : Finish([t = alias_of(t)] {});
+    return gloo_ ? Finish() : Finish([t = alias_of(t)] { used_here(t); });
   }
 
   int64_t rank() const {

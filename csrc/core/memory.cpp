@@ -1,6 +1,7 @@
 #include "core/memory.h"
 
 #include <ATen/MemoryOverlap.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <sys/mman.h>
 
 #include <cstdint>
@@ -44,6 +45,14 @@ void prefer_huge_pages(const at::Tensor& fresh) {
     // Fails where huge pages are switched off: nothing is lost.
     static_cast<void>(madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE));
   }
+}
+
+void used_here(const at::Tensor& t) {
+  if (t.is_cpu() || t.is_meta()) {
+    return;
+  }
+  const c10::impl::VirtualGuardImpl guard(t.device().type());
+  guard.recordDataPtrOnStream(t.storage().data_ptr(), guard.getStream(t.device()));
 }
 
 at::Tensor alias_of(const at::Tensor& t) {

@@ -11,6 +11,10 @@ namespace c10d_ext {
 // kernel has none to give; anything but a large plain CPU tensor is left alone.
 void prefer_huge_pages(const at::Tensor& fresh);
 
+// Tells the allocator of a device that the current stream uses the tensor's memory: given back
+// before that is over, it is handed out again only after. Without effect on the CPU.
+void used_here(const at::Tensor& t);
+
 // The same values in the same memory, as a tensor that Python never sees. What a collective in
 // flight holds is this: a backend's thread lets go of it whenever it likes, and to let go of a
 // tensor that Python has seen takes the GIL, which is gone for good when the process ends.

@@ -5,6 +5,9 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #ifdef C10D_EXT_WITH_CUDA
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #endif
@@ -14,6 +17,7 @@
 #include <chrono>
 #include <cmath>
 #include <exception>
+#include <iterator>
 #include <limits>
 #include <memory>
 #include <mutex>
@@ -81,6 +85,94 @@ float milliseconds_since(Clock::time_point begun) {
 
 constexpr float kNotTimed = std::numeric_limits<float>::quiet_NaN();
 
+c10::Stream current_stream(const c10::Device& device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+// The CUDA graph that the device's current stream is captured into, 0 where it is not.
+uint64_t capture_on(const c10::Device& device) {
+#ifdef C10D_EXT_WITH_CUDA
+  if (device.is_cuda()) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    unsigned long long id = 0;
+    C10_CUDA_CHECK(
+        cudaStreamGetCaptureInfo(c10::cuda::getCurrentCUDAStream(device.index()), &status, &id));
+    return status == cudaStreamCaptureStatusActive ? id : 0;
+  }
+#endif
+  return 0;
+}
+
+// Where on a device the end of a collective was queued: by whoever waited for it first, or found it
+// over. Whoever waits later, on another stream, waits for that.
+class Completion {
+ public:
+  Completion(const c10::Device& device, uint64_t capture)
+      : device_(device), capture_(capture), on_(current_stream(device)), event_(device.type()) {
+    event_.record(on_);
+  }
+
+  // The current stream goes on after it.
+  void follow() const {
+    const auto here = current_stream(device_);
+    // An event of a CUDA graph's capture means something there alone.
+    if (here != on_ && capture_on(device_) == capture_) {
+      event_.block(here);
+    }
+  }
+
+  // Nobody has to wait for it any more. Asks the device.
+  bool is_over() const {
+    return capture_ == 0 ? event_.query() : capture_on(device_) != capture_;
+  }
+
+ private:
+  const c10::Device device_;
+  const uint64_t capture_;
+  const c10::Stream on_;
+  c10::Event event_;
+};
+using CompletionPtr = std::shared_ptr<const Completion>;
+
+// Of the storages written last. One that was freed meanwhile, and its address given to another, has
+// the other wait for what is over.
+class Completions {
+ public:
+  void add(const c10::StorageImpl* storage, const CompletionPtr& completion) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    last_[storage] = completion;
+  }
+
+  void follow(const c10::StorageImpl* storage) const {
+    CompletionPtr found;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      const auto entry = last_.find(storage);
+      found = entry == last_.end() ? nullptr : entry->second;
+    }
+    if (found) {
+      found->follow();
+    }
+  }
+
+  void sweep() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto entry = last_.begin(); entry != last_.end();) {
+      entry = entry->second->is_over() ? last_.erase(entry) : std::next(entry);
+    }
+  }
+
+  // Never destroyed, as the registry.
+  static Completions& get() {
+    static Completions* instance = new Completions;
+    return *instance;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::unordered_map<const c10::StorageImpl*, CompletionPtr> last_;
+};
+
 // A backend's work, plus what this rank still has to do when it completes.
 class PendingWork : public c10d::Work {
  public:
@@ -95,6 +187,8 @@ class PendingWork : public c10d::Work {
         inner_(std::move(inner)),
         finish_(std::move(finish)),
         cpu_(outputs.empty() || outputs.front().is_cpu()),
+        device_(cpu_ ? c10::Device(c10::kCPU) : outputs.front().device()),
+        capture_(cpu_ ? 0 : capture_on(outputs.front().device())),
         subscribe_(cpu_ ? subscribe : nullptr),
         timed_(is_timed(subscribe_)) {
     if (tells_its_number(subscribe_)) {
@@ -209,6 +303,7 @@ class PendingWork : public c10d::Work {
   }
 
   bool wait(std::chrono::milliseconds timeout) override {
+    keep_to_capture();
     if (const auto inner = running()) {
       std::exception_ptr error;
       try {
@@ -228,7 +323,18 @@ class PendingWork : public c10d::Work {
       }
       complete(error);
     }
+    follow_completion();
     report();
+    return true;
+  }
+
+  // One that was captured into a CUDA graph that this thread is no longer in. Nobody can wait for
+  // it, nor ask for it, any more.
+  bool is_lost_capture() {
+    if (capture_ == 0 || capture_on(device_) == capture_) {
+      return false;
+    }
+    complete(lost_capture());
     return true;
   }
 
@@ -380,6 +486,58 @@ class PendingWork : public c10d::Work {
     }
   }
 
+  std::exception_ptr lost_capture() const {
+    return std::make_exception_ptr(c10::Error(
+        {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+        "a wait outside the CUDA graph capture that it was started in: wait for it there"));
+  }
+
+  // A stream that is captured can wait for what the same capture holds alone, and a wait anywhere
+  // else would end the capture or, later, the process.
+  void keep_to_capture() {
+    if (cpu_ || is_done()) {
+      return;
+    }
+    const uint64_t here = capture_on(device_);
+    if (here == capture_) {
+      return;
+    }
+    if (capture_ != 0) {
+      complete(lost_capture());
+      return;
+    }
+    C10_THROW_ERROR(Error, text("a wait in a CUDA graph capture, and it was started before that: "
+                                "wait for it before the capture"));
+  }
+
+  // On a device, whoever waits second waits for what the first has queued.
+  void follow_completion() {
+    if (cpu_) {
+      return;
+    }
+    CompletionPtr completion;
+    {
+      std::lock_guard<std::mutex> lock(finish_mutex_);
+      completion = completion_;
+    }
+    if (completion) {
+      completion->follow();
+    }
+  }
+
+  void note_completion() {
+    std::vector<at::Tensor> outputs;
+    {
+      std::lock_guard<std::mutex> state(mutex_);
+      outputs = outputs_;
+    }
+    completion_ = std::make_shared<const Completion>(device_, capture_);
+    for (const auto& output : outputs) {
+      used_here(output);
+      Completions::get().add(storage_of(output), completion_);
+    }
+  }
+
   // Called when the backend's work is over, from whichever thread notices first.
   void complete(std::exception_ptr error) {
     // Destroyed last, without the lock: freeing a tensor may need the GIL, whose holder may be
@@ -390,10 +548,15 @@ class PendingWork : public c10d::Work {
       return;
     }
     finish.swap(finish_);
-    if (!error && finish) {
+    if (!error && (finish || !cpu_)) {
       try {
         at::AutoDispatchBelowADInplaceOrView below_autograd;
-        finish();
+        if (finish) {
+          finish();
+        }
+        if (!cpu_) {
+          note_completion();
+        }
       } catch (...) {
         error = std::current_exception();
       }
@@ -501,10 +664,13 @@ class PendingWork : public c10d::Work {
   bool reported_ = false;
   bool handed_out_ = false;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
-  // Held while finish_ runs: whoever comes second returns only after it has.
+  // Held while finish_ runs: whoever comes second returns only after it has. Guards completion_.
   std::mutex finish_mutex_;
   Finish finish_;
+  CompletionPtr completion_;  // of a collective on a device
   const bool cpu_;
+  const c10::Device device_{c10::kCPU};
+  const uint64_t capture_ = 0;  // the CUDA graph that it is captured into
   const Subscribe subscribe_;
   bool timed_ = false;
   std::optional<Clock::time_point> begun_;  // where it is timed here
@@ -583,12 +749,17 @@ class StartedHere {
   }
 
   void sweep() {
-    const bool ask_device =
-        std::any_of(works_.begin(), works_.end(), [](const auto& w) { return !w->is_cpu(); }) &&
-        may_query_device();
+#ifdef C10D_EXT_WITH_CUDA
+    // Another thread may be capturing, which no question from here is to spoil.
+    std::optional<c10::cuda::CUDAStreamCaptureModeGuard> mode;
+    if (has_device_work()) {
+      mode.emplace(cudaStreamCaptureModeThreadLocal);
+    }
+#endif
+    const bool ask_device = has_device_work() && may_query_device();
     const auto over = [&](const PendingWorkPtr& work) {
-      if (!work->is_done() && (work->is_cpu() || ask_device) && work->isCompleted() &&
-          !work->is_cpu()) {
+      if (!work->is_done() && (work->is_cpu() || ask_device) && !work->is_lost_capture() &&
+          work->isCompleted() && !work->is_cpu()) {
         work->wait(kNoTimeout);
       }
       if (!work->is_done() || work->has_unreported_error()) {
@@ -600,6 +771,9 @@ class StartedHere {
       return true;
     };
     works_.erase(std::remove_if(works_.begin(), works_.end(), over), works_.end());
+    if (ask_device) {
+      Completions::get().sweep();
+    }
     limit_ = std::max<size_t>(kSweepAt, 2 * works_.size());
     if (works_.size() < kMostInFlight) {
       limit_ = std::min(limit_, kMostInFlight);
@@ -607,6 +781,10 @@ class StartedHere {
   }
 
  private:
+  bool has_device_work() const {
+    return std::any_of(works_.begin(), works_.end(), [](const auto& w) { return !w->is_cpu(); });
+  }
+
   static constexpr size_t kSweepAt = 64;
   static constexpr size_t kMostInFlight = 256;
 
@@ -827,6 +1005,9 @@ void wait(const at::Tensor& t) {
   for (const auto& work : works) {
     work->strike();
     work->wait(kNoTimeout);
+  }
+  if (!t.is_cpu() && !t.is_meta()) {
+    Completions::get().follow(storage);
   }
   release_snapshots();
   check_left_alone(storage);
