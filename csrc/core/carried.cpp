@@ -65,6 +65,10 @@ at::Tensor scaled(const at::Tensor& source, const Reduction& reduction, Reductio
     plan = plan_reduction(ReduceOp::Sum, dtype, false, true);
     return encode(values, plan, /*may_alias=*/true);
   }
+  if (c10::isReducedFloatingType(plan.wire_dtype)) {
+    // nccl reduces halves itself, but the product must not be rounded to one before that.
+    plan = plan_reduction(ReduceOp::Sum, source.scalar_type(), false, true);
+  }
   return encode(source, plan, /*may_alias=*/false).mul_(*reduction.factor);
 }
 
