@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import subprocess
 import sys
 import textwrap
@@ -200,31 +199,6 @@ def _reductions() -> list[str]:
 def test_reductions() -> None:
     for wrong in run_on_devices(2, _reductions, backend=NCCL):
         assert not wrong, "\n".join(wrong)
-
-
-def _memory_handles() -> float:
-    mine = device()
-    store = dist.distributed_c10d._get_default_store()
-    if dist.get_rank() == 0:
-        x = torch.arange(1000.0, device=mine)
-        torch.cuda.synchronize()
-        store.set("handle", pickle.dumps(x.untyped_storage()._share_cuda_()).hex())
-        store.wait(["opened"])
-        return float(x[7])
-    store.wait(["handle"])
-    handle = pickle.loads(bytes.fromhex(store.get("handle").decode()))
-    torch.cuda.set_device(0)
-    storage = torch.UntypedStorage._new_shared_cuda(*handle)
-    y = torch.empty(0, device="cuda:0").set_(storage)[:1000]
-    seen = float(y[7])
-    y[7] = 70.0
-    torch.cuda.synchronize()
-    store.set("opened", "1")
-    return seen
-
-
-def test_memory_handles_work_between_processes() -> None:
-    assert run_on_devices(2, _memory_handles, backend=NCCL) == [70.0, 7.0]
 
 
 def _same_device() -> str:
