@@ -1,13 +1,14 @@
 # make demo        train a tensor-parallel transformer on 2 ranks, eager and compiled
 # make test        the whole suite (PYTEST_ARGS="tests/ops -k all_reduce" for a part)
+# make test-clients  accelerate, transformers, Lightning, DeepSpeed and more on shm, unmodified
+# make test-cuda   the CUDA path over a simulated CUDA runtime, in an environment of its own
 # make sanitize    the C++ tests under AddressSanitizer, UBSan and ThreadSanitizer
-# make check-odr   whether a type of csrc is defined twice, differently
-# make check-debug collectives of a debug build under AddressSanitizer
+# make check-debug a debug build: types defined twice, differently; collectives under AddressSanitizer
 # make bench       latency and bandwidth against torch's own collectives, gloo and the MPIs
 # make lint        ruff, mypy, clang-format (make format rewrites)
 # make build       the environment and the extension, in place; everything above does this first
 # make wheel       dist/*.whl for the torch in .venv
-# make clean       what was built; make distclean also .venv
+# make clean       what was built; make distclean also .venv and .venv-clients
 #
 # Needs python3 >= 3.10 with venv and headers, a C++20 compiler and make. Everything else goes into
 # .venv. Settings: PYTHON (the interpreter .venv is made with), TORCH (what pip installs), MAX_JOBS.
@@ -21,10 +22,16 @@ BENCH_ARGS ?=
 DEMO_ARGS ?=
 
 VENV := .venv
+# Of its own: the libraries there need not agree with what the tests of this package need.
+CLIENTS := .venv-clients
+# torch's CUDA build and its wheel, a download of 530 MB: make distclean leaves the wheel.
+CUDA_VENV := .venv-cuda
+CUDA_CACHE ?= .cuda-cache
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 CPP := $(sort $(shell find csrc -name '*.cpp' -o -name '*.h' 2>/dev/null))
-CPP_TESTS := $(wildcard tests/native/*.cpp tests/native/*.h)
+CPP_TESTS := $(wildcard tests/native/*.cpp tests/native/*.h tests/simulated_cuda/*/*.cpp \
+	tests/simulated_cuda/*/*.h)
 CPP_DIRS := $(shell find csrc -type d 2>/dev/null)
 # An extension that was deleted, or never built, overrides the stamp.
 EXTENSION := $(wildcard torch_c10d_ext/_C*.so)
@@ -36,11 +43,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 say = @printf '\033[1m==> %s\033[0m\n'
 
-# None of make's own rules: one would link csrc/backends/shm.cpp into the directory beside it.
-MAKEFLAGS += --no-builtin-rules
-.SUFFIXES:
-
-.PHONY: build demo test sanitize check-odr check-debug bench lint format wheel clean distclean FORCE
+.PHONY: build demo test test-clients test-cuda mutate-cuda sanitize check-debug bench lint format wheel clean distclean FORCE
 .DELETE_ON_ERROR:
 
 build: $(VENV)/.built
@@ -62,7 +65,7 @@ $(VENV)/.dev: tools/requirements-dev.txt $(VENV)/.torch
 	@touch $@
 
 # The directories are listed so that a source file taken away rebuilds too.
-$(VENV)/.built: $(VENV)/.torch setup.py $(CPP) $(CPP_DIRS) $(if $(EXTENSION),,FORCE)
+$(VENV)/.built: $(VENV)/.torch setup.py tools/develop.py $(CPP) $(CPP_DIRS) $(if $(EXTENSION),,FORCE)
 	$(say) "building torch_c10d_ext._C with $(MAX_JOBS) jobs (only what changed)"
 	@$(PY) tools/build_inplace.py
 	@$(PY) tools/develop.py
@@ -77,6 +80,32 @@ test: build
 	$(say) "running the tests"
 	@$(PY) -m pytest $(PYTEST_ARGS)
 
+$(CLIENTS)/.installed: tools/requirements.txt tools/requirements-clients.txt $(VENV)/.python
+	$(say) "installing $(TORCH) and the libraries of tools/requirements-clients.txt (once)"
+	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install -q "$(TORCH)" -r tools/requirements.txt
+	@$(CLIENTS)/bin/python -m pip install -q --no-build-isolation "$(TORCH)" \
+		-r tools/requirements-clients.txt
+	@touch $@
+
+test-clients: build $(CLIENTS)/.installed
+	$(say) "running the libraries that people use, on gloo, on shm and on gloo served by shm"
+	@$(CLIENTS)/bin/python tools/develop.py
+	@$(CLIENTS)/bin/python -m pytest tests/clients $(PYTEST_ARGS)
+
+$(CUDA_VENV)/.ready: tests/simulated_cuda/environment.py tools/requirements.txt
+	$(say) "creating $(CUDA_VENV) with torch's CUDA build"
+	@$(PYTHON) $< $(CUDA_VENV) $(CUDA_CACHE)
+	@touch $@
+
+test-cuda: $(CUDA_VENV)/.ready
+	$(say) "running the CUDA tests over a simulated CUDA runtime"
+	@$(CUDA_VENV)/bin/python -m tests.simulated_cuda.run $(PYTEST_ARGS)
+
+mutate-cuda: $(CUDA_VENV)/.ready
+	$(say) "taking the stream rules out of csrc, one by one (about an hour)"
+	@$(CUDA_VENV)/bin/python -m tests.simulated_cuda.mutate
+
 $(VENV)/.bench: tools/requirements-bench.txt $(VENV)/.torch
 	@$(PY) -m pip install -q -r tools/requirements-bench.txt && touch $@ || \
 		echo "no matplotlib, and so no picture"
@@ -85,12 +114,8 @@ sanitize: $(VENV)/.torch
 	$(say) "running the C++ tests under the sanitizers"
 	@$(PY) tools/sanitize.py $(SANITIZE_ARGS)
 
-check-odr: $(VENV)/.torch
-	$(say) "linking csrc so that a type that is defined twice is an error"
-	@$(PY) tools/check_odr.py
-
 check-debug: $(VENV)/.torch
-	$(say) "running collectives of a debug build under AddressSanitizer"
+	$(say) "linking a debug build so that types are compared, and running it under AddressSanitizer"
 	@$(PY) tools/check_debug.py
 
 bench: build $(VENV)/.bench
@@ -122,4 +147,4 @@ clean:
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(CLIENTS) $(CUDA_VENV)

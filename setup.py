@@ -27,6 +27,16 @@ from setuptools import find_packages, setup
 
 VERSION = "0.1.0"
 TORCH_REQUIREMENT = "torch>=2.11,<2.14"
+# `import torch` calls these; tools/develop.py installs the same.
+ENTRY_POINTS = {"torch.backends": ["torch_c10d_ext = torch_c10d_ext_autoload:register"]}
+# What the tests of clients drive; tools/requirements-clients.txt pins them.
+CLIENTS = [
+    "accelerate>=1.15",
+    "deepspeed>=0.19",
+    "lightning>=2.6",
+    "torchmetrics>=1.9",
+    "transformers>=5.23",
+]
 
 ROOT = Path(__file__).resolve().parent
 os.chdir(ROOT)
@@ -205,7 +215,10 @@ setup(
     license="BSD-3-Clause",
     python_requires=">=3.10",
     install_requires=[TORCH_REQUIREMENT],
+    extras_require={"clients": CLIENTS},
     packages=find_packages(include=["torch_c10d_ext", "torch_c10d_ext.*"]),
+    py_modules=["torch_c10d_ext_autoload"],
+    entry_points=ENTRY_POINTS,
     package_data={"torch_c10d_ext": ["py.typed", "*.pyi"]},
     ext_modules=[extension()],
     cmdclass={"build_ext": Build},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,11 @@ def draw_all(history: Sequence[Run], directory: Path) -> list[Path]:
     for name, draw in plots.items():
         figure = draw(history)
         if figure is not None:
-            figure.savefig(directory / name, metadata={"Date": None})
+            svg = io.StringIO()
+            figure.savefig(svg, format="svg", metadata={"Date": None})
             plt.close(figure)
+            lines = (line.rstrip() for line in svg.getvalue().splitlines())
+            (directory / name).write_text("\n".join(lines) + "\n")
             drawn.append(directory / name)
     return drawn
 

@@ -17,7 +17,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -40,11 +40,20 @@ class Ranks:
     """
 
     def __init__(
-        self, backend: str, size: int, device: str = "cpu", package: str | None = None
+        self,
+        backend: str,
+        size: int,
+        device: str = "cpu",
+        package: str | None = None,
+        settings: Mapping[str, str] | None = None,
     ) -> None:
-        """``package``: the directory of another torch_c10d_ext than this one's."""
+        """``package``: the directory of another torch_c10d_ext than this one's.
+
+        ``settings``: environment variables.
+        """
         self.backend, self.size, self.device = backend, size, device
         self._package = package
+        self._settings = settings or {}
         self._scratch = Path(tempfile.mkdtemp(prefix="torch_c10d_ext-bench-"))
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
@@ -53,7 +62,7 @@ class Ranks:
     def __enter__(self) -> Ranks:  # noqa: PYI034
         context = multiprocessing.get_context("spawn")
         try:
-            with _environment(self._scratch), _first_on_path(self._package):
+            with _environment(self._scratch, self._settings), _first_on_path(self._package):
                 for rank in range(1 if self.backend == "fake" else self.size):
                     ours, theirs = context.Pipe()
                     self._connections.append(ours)
@@ -257,7 +266,7 @@ def time_calls(call: Callable[[], Any], count: int) -> tuple[float, float]:
 
 
 @contextlib.contextmanager
-def _environment(scratch: Path) -> Any:
+def _environment(scratch: Path, more: Mapping[str, str]) -> Any:
     """What the ranks must find set when they import torch; one thread each, caches in scratch."""
     settings = {
         "OMP_NUM_THREADS": "1",
@@ -265,6 +274,7 @@ def _environment(scratch: Path) -> Any:
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
         "TRITON_CACHE_DIR": str(scratch / "triton"),
+        **more,
     }
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)

@@ -5,7 +5,7 @@ of the rounds, with the interval that holds the true median with 99 % confidence
 from one machine to the next, ratios from one run do.
 
     python benchmarks/run.py [--quick] [--seconds N] [--device cpu|cuda|all]
-                             [--only SECTION ...] [--record NAME]
+                             [--only SECTION ...] [--record NAME] [--algorithms RULES ...]
 
 The shm backend has its own program, ``benchmarks/shm.py``, with more to choose from.
 """
@@ -280,7 +280,15 @@ def main() -> int:
         help="some of the sections",
     )
     _history.add_option(parser)
+    parser.add_argument(
+        "--algorithms",
+        nargs="+",
+        metavar="RULES",
+        help="two or more choices of shm's algorithms (docs/shm.md) to compare, nothing else",
+    )
     options = parser.parse_args()
+    if options.algorithms:
+        options.only = [SHM]
     options.seconds = options.seconds or (QUICK_SECONDS if options.quick else SECONDS)
     devices = ("cpu", "cuda") if options.device == "all" else (options.device,)
     if "cuda" in devices and not torch.cuda.is_available():
@@ -306,6 +314,7 @@ def main() -> int:
         arguments = ["--quick"] if options.quick else []
         arguments += ["--seconds", str(options.seconds)]
         arguments += ["--record", f"{options.record}-shm"] if options.record else []
+        arguments += ["--algorithms", *options.algorithms] if options.algorithms else []
         try:
             shm.main(arguments)
         except RanksFailed as error:

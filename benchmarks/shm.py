@@ -4,7 +4,12 @@ Every peer has its own processes, which sleep while another is measured. A case 
 a size; its peers take turns in short blocks of calls, round after round.
 
     python benchmarks/shm.py [--quick] [--seconds N] [--only COLLECTIVE ...] [--ranks N ...]
-                             [--dtype NAME ...] [--record NAME]
+                             [--dtype NAME ...] [--record NAME] [--algorithms RULES ...]
+
+With ``--algorithms`` the peers are groups that choose their algorithms by these rules, in the
+syntax of ``TORCH_C10D_EXT_SHM_ALGORITHMS`` (docs/shm.md); an empty string stands for the default:
+
+    python benchmarks/shm.py --only all_reduce --ranks 2 --algorithms '' 'all_reduce:*:2:two_shot'
 
 MPICH, Open MPI, Intel MPI and DeepSpeed's shared-memory all_reduce take part where
 ``tools/get_peers.sh`` has installed them.
@@ -16,6 +21,7 @@ import argparse
 import contextlib
 import math
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -540,12 +546,65 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--sizes", nargs="+", type=int, help="bytes per rank")
     parser.add_argument("--backends", nargs="+", default=("gloo", "shm"))
     parser.add_argument(
+        "--algorithms",
+        nargs="+",
+        metavar="RULES",
+        help="two or more strings of rules (docs/shm.md) to compare, nothing else",
+    )
+    parser.add_argument(
         "--fastest",
         action="store_true",
         help="each peer's fastest round instead of the median: for a look on a busy machine",
     )
     _history.add_option(parser)
     return parser
+
+
+def compare_algorithms(options: argparse.Namespace, began: float) -> list[Table]:
+    """Groups with different algorithms against each other, in one interleaved run."""
+    sizes = options.sizes or (QUICK_SIZES if options.quick else SIZES)
+    cases = [
+        Result(collective, dtype, ranks, size, fastest=options.fastest)
+        for ranks in options.ranks
+        for dtype in options.dtype
+        for collective in options.collectives
+        for size in sizes
+    ]
+    found = []
+    for size in options.ranks:
+        with contextlib.ExitStack() as stack:
+            peers = []
+            for rules in options.algorithms:
+                settings = {"TORCH_C10D_EXT_SHM_ALGORITHMS": rules}
+                ranks = stack.enter_context(Ranks("shm", size, settings=settings))
+                peers.append(Peer(rules or "default", ranks, "ours"))
+            for peer in peers:
+                peer.ranks.ready()
+            mine = [case for case in cases if case.ranks == size]
+            for case in mine:
+                progress(began, case.what)
+                measure(case, peers, options.seconds / len(cases))
+        first, *others = [peer.name for peer in peers]
+        for dtype in options.dtype:
+            table = Table(
+                f"shm's algorithms, {size} ranks, {dtype}",
+                "Microseconds per call of torch_c10d_ext.distributed, and the time of the first "
+                "column as a multiple of each other one's: the median of the rounds' ratios.",
+                ["", "per rank", first, *others, *(f"{first} / {other}" for other in others)],
+                left=2,
+            )
+            for case in mine:
+                if case.dtype == dtype:
+                    factors = [case.factor(first, other) for other in others]
+                    table.remarks += [f"{case.what}: {p}: {e}" for p, e in case.errors.items()]
+                    table.rows.append(
+                        [case.collective, label(case.size)]
+                        + [_us(case.time(peer)) for peer in (first, *others)]
+                        + ["-" if f is None else f"{f:.2f}" for f in factors]
+                    )
+            found.append(table)
+            print(f"\n{table.text()}", flush=True)
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -558,9 +617,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     kind = machine("cpu")
     print(f"\n{today()}, {kind}", flush=True)
-    found = run(options, began)
+    command = "python benchmarks/shm.py" + (" --quick" if options.quick else "")
+    if options.algorithms:
+        if len(set(options.algorithms)) < max(2, len(options.algorithms)):
+            raise SystemExit("--algorithms must be two or more different strings of rules")
+        command += " --algorithms " + " ".join(map(shlex.quote, options.algorithms))
+    measured = compare_algorithms if options.algorithms else run
+    found = measured(options, began)
     if options.record:
-        command = "python benchmarks/shm.py" + (" --quick" if options.quick else "")
         progress(began, f"recorded: {_history.record(options.record, kind, command, found)}")
     return 0
 

@@ -17,6 +17,7 @@ SCRIPTS = [
     "communication_of_a_big_run",
     "export_and_run",
     "mesh_groups",
+    "optimize_communication",
     "uneven_all_to_all",
 ]
 

@@ -17,6 +17,7 @@ import torch_c10d_ext
 from torch_c10d_ext import functional
 
 ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
 
 # The variants of a collective: functional, in place, into `out`, over a list.
 FORMS = ("", "_", "_out", "_coalesced", "_coalesced_")
@@ -24,9 +25,31 @@ STEMS = sorted(p.stem for p in ROOT.glob("csrc/ops/*.cpp"))
 SCHEMA = re.compile(r'\.def\(\s*"(\w+)\(')
 
 # Where torch-private names may be used: adapting to another torch version touches these alone.
-TOUCH_TORCH_PRIVATE = {"_async.py", "_dynamo.py", "_groups.py", "_inductor.py"}
+TOUCH_TORCH_PRIVATE = {"_async.py", "_dynamo.py", "_for_gloo.py", "_groups.py", "_inductor.py"}
 # What `functional` is a superset of.
 MIRRORED = "torch.distributed._functional_collectives"
+
+# What each folder of csrc may include: itself and those before it.
+LAYERS = (
+    "base",
+    "control",
+    "work",
+    "backends",
+    "collectives",
+    "frontend",
+    "ops",
+    "python",
+)
+# These know nothing of torch.distributed: neither its headers nor its types.
+WITHOUT_DISTRIBUTED = ("base",)
+INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
+# A longer file says in its first comment why it is one.
+LONG = 600
+# Those that are too long and have no reason: the list may only shrink.
+STILL_LONG = {
+    "backends/checked/agreement.cpp",
+    "frontend/async_tensor.cpp",
+}
 
 WITHOUT_GIT = {"build", "dist", "__pycache__"}
 
@@ -74,14 +97,72 @@ def test_a_collective_is_three_files_of_one_stem() -> None:
     assert names_of(files, r"tests/ops/test_(\w+)\.py") == STEMS
 
 
-def test_a_backend_is_a_file_with_a_test_file() -> None:
+def test_a_backend_is_a_folder_with_a_test_file() -> None:
     files = [str(p.relative_to(ROOT)) for p in repository_files()]
-    backends = names_of(files, r"csrc/backends/(\w+)\.cpp")
+    backends = names_of(files, r"csrc/backends/(\w+)/backend\.cpp")
     tests = names_of(files, r"tests/backends/test_(\w+)\.py")
+    assert backends
     assert set(backends) <= set(tests)
-    parts = {path.name for path in ROOT.glob("csrc/backends/*/")}
-    # test_shm_faults.py and such
-    assert {name.split("_")[0] for name in tests} == set(backends) | parts
+    # The interface is all that lies beside the folders.
+    assert names_of(files, r"csrc/backends/(\w+)\.cpp") == ["backend", "request"]
+    # test_shm_faults.py and such; backends of others; and how the groups of all of them meet
+    assert {name.split("_")[0] for name in tests} == {*backends, "adapter", "rendezvous"}
+
+
+def sources_of(folder: str) -> list[Path]:
+    return [path for path in sorted((CSRC / folder).rglob("*")) if path.suffix in (".cpp", ".h")]
+
+
+def test_csrc_is_layers_and_includes_run_downward() -> None:
+    assert sorted(path.name for path in CSRC.iterdir()) == sorted(LAYERS)
+    found, seen = [], 0
+    for level, folder in enumerate(LAYERS):
+        for path in sources_of(folder):
+            for name in INCLUDE.findall(path.read_text()):
+                seen += 1
+                top = name.split("/")[0]
+                if not (CSRC / name).exists():
+                    found.append(f"{path.relative_to(CSRC)}: {name} is not a path below csrc")
+                elif LAYERS.index(top) > level:
+                    found.append(f"{path.relative_to(CSRC)} is {folder} and includes {name}")
+    assert seen > 100
+    none(found)
+
+
+def test_base_knows_nothing_of_torch_distributed() -> None:
+    found = [
+        f"{path.relative_to(CSRC)}:{number}: {line.strip()}"
+        for folder in WITHOUT_DISTRIBUTED
+        for path in sources_of(folder)
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.search(r"distributed/c10d|c10d::", line.split("//")[0])
+    ]
+    none(found)
+
+
+def test_no_backend_is_known_by_its_name_or_type_outside_the_table() -> None:
+    """Capabilities are data: backends/adapter/capabilities.cpp is where names are."""
+    named = re.compile(r'"(?:gloo|nccl|mpi|ucc|fake)"|typeid\(|getBackendName\(\)\s*[=!]=')
+    found = [
+        f"{path.relative_to(CSRC)}:{number}: {line.strip()}"
+        for path in CSRC.rglob("*.cpp")
+        # Of tensors: whether one is an AsyncCollectiveTensor.
+        if path.name not in ("capabilities.cpp", "async_tensor.cpp")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if named.search(line.split("//")[0])
+    ]
+    none(found)
+
+
+def test_long_files_have_a_reason() -> None:
+    long = {
+        str(path.relative_to(CSRC))
+        for folder in LAYERS
+        for path in sources_of(folder)
+        if len(path.read_text().splitlines()) > LONG
+        and "One file, for" not in path.read_text()[:1000]
+    }
+    assert long == STILL_LONG
 
 
 @pytest.mark.parametrize("stem", STEMS)

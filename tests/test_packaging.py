@@ -61,13 +61,24 @@ def test_holds_the_package_and_nothing_else(wheel: Path) -> None:
         names = archive.namelist()
         (metadata,) = (n for n in names if n.endswith(".dist-info/METADATA"))
         fields = Parser().parsestr(archive.read(metadata).decode())
-    assert {n.split("/")[0] for n in names if ".dist-info/" not in n} == {"torch_c10d_ext"}
+        (entries,) = (n for n in names if n.endswith(".dist-info/entry_points.txt"))
+        points = archive.read(entries).decode()
+    assert {n.split("/")[0] for n in names if ".dist-info/" not in n} == {
+        "torch_c10d_ext",
+        "torch_c10d_ext_autoload.py",
+    }
+    assert points.split() == [
+        *("[torch.backends]", "torch_c10d_ext", "=", "torch_c10d_ext_autoload:register")
+    ]
     for name in ("py.typed", "_built_with.py", "functional.py", "ops/__init__.py"):
         assert f"torch_c10d_ext/{name}" in names
     assert [n for n in names if n.endswith(".so")]
     assert fields["Version"] == torch_c10d_ext.__version__
     assert fields["Requires-Python"] == ">=3.10"
-    (requirement,) = fields.get_all("Requires-Dist") or []
+    required = fields.get_all("Requires-Dist") or []
+    (requirement,) = (r for r in required if "extra ==" not in r)
+    assert len(required) > 1
+    assert fields.get_all("Provides-Extra") == ["clients"]
     assert requirement.replace(" ", "") in ("torch<2.14,>=2.11", "torch>=2.11,<2.14")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -715,5 +716,52 @@ def test_save(tmp_path: Path) -> None:
     report.save(str(tmp_path / "step.txt"))
     assert (tmp_path / "step.svg").read_text(encoding="utf-8") == report.svg()
     assert (tmp_path / "step.txt").read_text(encoding="utf-8") == f"{report}\n"
-    with pytest.raises(ValueError, match="path must end in .svg or .txt, got step.png"):
+    report.save(tmp_path / "step.json")
+    assert (tmp_path / "step.json").read_text(encoding="utf-8") == report.trace()
+    with pytest.raises(ValueError, match="path must end in .svg, .txt or .json, got step.png"):
         report.save(tmp_path / "step.png")
+
+
+def test_trace_holds_every_call_and_computation() -> None:
+    report = _two_groups()
+    events = json.loads(report.trace())["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    spans = [e for e in events if e["ph"] == "X"]
+    assert len(spans) == len(report.calls) + len(report.busy)
+    calls = [e for e in spans if names[e["tid"]] != "compute"]
+    for event, call in zip(calls, report.calls, strict=True):
+        assert names[event["tid"]] == call.label
+        assert event["name"] == call.op
+        assert event["ts"] == pytest.approx(call.start * 1e6)
+        assert event["dur"] == pytest.approx(call.seconds * 1e6)
+        assert event["args"]["wire bytes"] == call.wire_bytes
+
+
+def _links_of_a_ring() -> None:
+    def step(x: Tensor) -> list[Tensor]:
+        tp, dp = (torch.ops.c10d_ext.all_reduce(x, "sum", group) for group in (_tp(), _dp()))
+        return [F.wait_tensor(tp), F.wait_tensor(dp)]
+
+    x = torch.zeros(8, 4)
+    ring, tree = (Link(1e-6, 1e9, hop=1e-6, algorithm=name) for name in ("ring", "tree"))
+    seconds = [
+        [call.seconds for call in _report(step, x, link=link).calls] for link in (ring, tree)
+    ]
+    # 224 bytes of 8 ranks: 14 hops as a ring, 6 as a tree; of 125 ranks 248 and 14.
+    assert [_us(s) for s in seconds[0]] == [15.224, 249.253952]
+    assert [_us(s) for s in seconds[1]] == [7.224, 15.253952]
+    apart = _report(step, x, link=Link(1e-6, 1e9))
+    shared = _report(step, x, link=Link(1e-6, 1e9, shared="wire"))
+    assert apart.calls[1].start == 0
+    assert shared.calls[1].start == pytest.approx(shared.calls[0].seconds)
+
+
+def test_links_have_hops_and_may_be_shared(big_world: Call) -> None:
+    big_world(_links_of_a_ring)
+
+
+def test_links_are_checked() -> None:
+    with pytest.raises(ValueError, match="hop must be 0 or more, got -1"):
+        Link(hop=-1)
+    with pytest.raises(ValueError, match="algorithm must be 'ring' or 'tree', got 'star'"):
+        Link(algorithm="star")

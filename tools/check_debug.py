@@ -1,8 +1,10 @@
-"""Runs collectives on two ranks with a debug build of the extension under AddressSanitizer.
+"""Links a debug build so that the linker compares types, and runs it under AddressSanitizer.
 
-The build is of its own, under ``build/debug``: without optimization, with asserts, those of
-libstdc++ included. Fails when a rank does, when a value is wrong, and on anything that the
-sanitizer reports.
+Two types of one name in files that never meet compile without a warning, and what templates make of
+them becomes one at link time. With ``-flto`` gcc's linker compares all definitions. Collectives
+then run on two ranks. The build is of its own, under ``build/debug``: without optimization, with
+asserts, those of libstdc++ included. Fails when a type is defined twice, differently, when a rank
+fails, when a value is wrong, and on anything that the sanitizer reports.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ LIBRARY = OUT / "lib"
 PROGRAM = ROOT / "tools" / "check_debug_rank.py"
 
 # With the sanitizer gcc does not see that a switch has every case, and warns.
-FLAGS = "-fsanitize=address -D_GLIBCXX_ASSERTIONS -Wno-return-type"
+FLAGS = "-fsanitize=address -D_GLIBCXX_ASSERTIONS -Wno-return-type -flto -fno-fat-lto-objects"
+LINK = "-fsanitize=address -flto=auto -Werror=odr -Werror=lto-type-mismatch"
 
 # In seconds. It takes about 5.
 DEADLINE = 180.0
@@ -33,6 +36,16 @@ DEADLINE = 180.0
 
 def main() -> int:
     compiler = shlex.split(os.environ.get("CXX", "c++"))
+    macros = subprocess.run(
+        [*compiler, "-dM", "-E", "-x", "c++", os.devnull],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    if "#define __GNUC__ " not in macros.stdout or "#define __clang__ " in macros.stdout:
+        print(f"only gcc compares types when it links, and {shlex.join(compiler)} is not gcc")
+        return 1
     # An exception that is thrown before libstdc++ is there would end the process.
     preload = [found(compiler, name) for name in ("libasan.so", "libstdc++.so")]
     if None in preload:
@@ -47,7 +60,7 @@ def main() -> int:
             "TORCH_C10D_EXT_DEBUG": "1",
             "CFLAGS": FLAGS,
             "CXXFLAGS": FLAGS,
-            "LDFLAGS": "-fsanitize=address",
+            "LDFLAGS": LINK,
         },
     )
     return code or run(":".join(map(str, preload)))

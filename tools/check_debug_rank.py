@@ -20,7 +20,7 @@ SIZES = (1, 1000, 1 << 20)
 
 
 def over_gloo(group: dist.ProcessGroup) -> bool:
-    return isinstance(group._get_backend(torch.device("cpu")), _C.OverGloo)
+    return isinstance(group._get_backend(torch.device("cpu")), _C.CheckedBackend)
 
 
 def check(got: Tensor, expected: Tensor) -> None:

@@ -9,12 +9,15 @@ Plain SVG, made here, so that a drawing changes in the commit that changes what 
 from __future__ import annotations
 
 import argparse
+import ast
+import re
 import sys
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
 
 # Fill and border of a box, by what it stands for.
 KINDS = {
@@ -318,10 +321,10 @@ def memory() -> Drawing:
         ("mailboxes:\none per peer:\nenvelopes, counters,\ntwo halves", 190, "python"),
         ("bulk:\nthe arena for everything\nlarger, in chunks", 240, "backend"),
     ]
-    x = 20.0
+    at = 20.0
     for text, width, kind in parts:
-        d.box(x, 128, width, 92, text, kind)
-        x += width
+        d.box(at, 128, width, 92, text, kind)
+        at += width
     notes = {
         "control": "stage: (collective number << 24) | step. One writer, only grows. Peers poll "
         "it, then sleep on their own bell (futex).",
@@ -396,11 +399,62 @@ def rendezvous() -> Drawing:
     return d
 
 
+# What each folder of csrc is for, in the order in which tests/test_layout.py stacks them.
+JOBS = {
+    "python": "the module: bindings, fast calls into it, coalescing blocks",
+    "ops": "one collective per file: schema, checks, kernel, derivative",
+    "frontend": "what ops are made with: autograd, functionalization, lazy, async tensors",
+    "collectives": "submit(group, request); messages",
+    "backends": "shm, checked, adapter; the interface that ours implement",
+    "work": "works, their table by storage, futures, snapshots of inputs",
+    "control": "processes, connections, rendezvous, groups by name",
+    "base": "types, errors, fingerprints, reductions, memory",
+}
+
+
+def layers_of_the_tree() -> list[str]:
+    """The folders of csrc, lowest first, as the layout's test has them."""
+    for node in ast.parse((ROOT / "tests" / "test_layout.py").read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LAYERS":
+            return list(ast.literal_eval(node.value))
+    raise LookupError("tests/test_layout.py has no LAYERS")
+
+
+def includes() -> set[tuple[str, str]]:
+    """Pairs of folders of csrc: a file of the first includes one of the second."""
+    csrc = ROOT / "csrc"
+    found = set()
+    for path in (*csrc.rglob("*.cpp"), *csrc.rglob("*.h")):
+        for name in re.findall(r'^#include "([^"/]+)/', path.read_text(), re.MULTILINE):
+            found.add((path.relative_to(csrc).parts[0], name))
+    return found
+
+
+def callers() -> Drawing:
+    """Which folder includes which, read from the sources."""
+    names = layers_of_the_tree()[::-1]
+    edges = includes()
+    d = Drawing(900, 60 + 44 * len(names), "Who may include whom")
+    d.text(20, 18, "may include what is below it; filled: does", weight="bold")
+    for row, name in enumerate(names):
+        y = 40 + 44 * row
+        d.box(20, y, 110, 34, name, "ours")
+        d.text(142, y + 17, JOBS[name], size=12)
+        for column, other in enumerate(names):
+            x = 590 + 37 * column
+            if column > row:
+                d.box(x, y, 30, 34, "", "ours" if (name, other) in edges else "plain")
+            elif column == row:
+                d.text(x + 15, y + 17, other[:4], size=10, anchor="middle")
+    return d
+
+
 DRAWINGS: dict[str, Callable[[], Drawing]] = {
     "layers": layers,
     "calls": calls,
     "memory": memory,
     "rendezvous": rendezvous,
+    "callers": callers,
 }
 
 

@@ -24,8 +24,8 @@ writes: dict[str, Callable[..., bool]]
 
 def is_eager(output: torch.Tensor, input: torch.Tensor) -> bool: ...
 
-# AsyncCollectiveTensor's other half, see csrc/core/async_tensor.h. Where they ask about a wrapper,
-# one that was made in Python, around a fake or traced tensor, gets None.
+# AsyncCollectiveTensor's other half, see csrc/frontend/async_tensor.h. Where they ask about a
+# wrapper, one that was made in Python, around a fake or traced tensor, gets None.
 def set_async_tensor_type(type: type, wait: Callable[[torch.Tensor], torch.Tensor]) -> None: ...
 def deliver(result: torch.Tensor) -> torch.Tensor: ...
 def deliver_complete(result: torch.Tensor) -> torch.Tensor: ...
@@ -132,40 +132,70 @@ def connect_shm(
     size: int,
     timeout: timedelta,
     group_name: str,
-    seats: Seats,
+    global_ranks: GlobalRanks,
     *,
     arena: int,
     spin_time: timedelta,
     inline_time: timedelta,
     progress_thread: bool,
-    strict: bool,
+    strict: int,
+    algorithms: str,
 ) -> tuple[dist.Backend | None, str, str]: ...
 
-class Seats:
+class SplittableBackend(dist.Backend):
+    @property
+    def options(self) -> Any: ...
+    def _set_default_timeout(self, timeout: timedelta) -> None: ...
+
+class ShmBackend(SplittableBackend): ...
+
+def set_call_site_provider(provider: Callable[[], str]) -> None: ...
+
+# Collectives and messages of this process by backend: calls, bytes of this rank's inputs, seconds
+# in which at least one was in flight. Counted from start_tally() on.
+def start_tally(backends: list[str]) -> None: ...
+def tally() -> dict[str, tuple[int, int, float]]: ...
+
+class GlobalRanks:
     def __init__(self, store: dist.Store, global_ranks: list[int]) -> None: ...
 
-class Expected:
+class Rendezvous:
     def __init__(
-        self, store: dist.Store, rank: int, size: int, group_name: str, seats: Seats
+        self, store: dist.Store, rank: int, size: int, group_name: str, global_ranks: GlobalRanks
     ) -> None: ...
     def look(self) -> None: ...
     def check(self) -> None: ...
     def watched_store(self, prefix: str) -> dist.Store: ...
 
-class OverGloo(dist.Backend):
+class CheckedBackend(SplittableBackend):
     def __init__(
         self,
-        gloo: dist.Backend,
+        inner: dist.Backend,
         store: dist.Store,
         timeout: timedelta,
         group_name: str,
-        seats: Seats,
-        strict: bool,
+        global_ranks: GlobalRanks,
+        strict: int,
+        name: str = "shm",
     ) -> None: ...
     @property
-    def gloo(self) -> dist.Backend: ...
+    def inner(self) -> dist.Backend: ...
 
 def set_fallback_connect(connect: Callable[..., dist.Backend]) -> None: ...
 def close_shm_groups(grace: timedelta) -> None: ...
 def close_fallback_groups(grace: timedelta) -> None: ...
 def shm_mapping_bytes(size: int, arena: int) -> int: ...
+def register_backend_capabilities(
+    name: str,
+    *,
+    methods: list[str] | None,
+    futures: bool,
+    reduces_avg: bool,
+    reduces_low_precision: bool,
+    reduces_bitwise: bool,
+    gathers_uneven: bool,
+    keeps_inputs: bool,
+    sends_any_tensor: bool,
+    starts_messages_together: bool,
+    has_blocking_messages: bool,
+) -> None: ...

@@ -27,28 +27,50 @@ if _BUILT_WITH.split(".")[:2] != torch.__version__.split(".")[:2]:
     )
 
 from torch_c10d_ext import _C as _C
-from torch_c10d_ext import _backends, _exit, _groups, _inductor, errors, functional
+from torch_c10d_ext import (
+    _backends,
+    _call_site,
+    _exit,
+    _for_gloo,
+    _groups,
+    _inductor,
+    _tally,
+    errors,
+    functional,
+)
 from torch_c10d_ext._async import AsyncCollectiveTensor, pending_count, work_of
+from torch_c10d_ext._capabilities import register_backend_capabilities
 from torch_c10d_ext._dynamo import install, installed, uninstall
+from torch_c10d_ext._for_gloo import backend_of, use_shm_for_gloo
+from torch_c10d_ext.optimizer import communication_backend, communication_options, optimize
 from torch_c10d_ext.report import Compute, Link, communication_report
 
 _C.set_group_names_provider(_groups.known_names)
 _inductor.enable()
 # Last in, first out: the backends close, what they completed is swept, and gloo's threads rest.
+_tally.register()
 _exit.register()
 atexit.register(_C.sweep)
 _backends.register()
+_for_gloo.install()
+_call_site.register()
 
 __all__ = [
     "AsyncCollectiveTensor",
     "Compute",
     "Link",
+    "backend_of",
+    "communication_backend",
+    "communication_options",
     "communication_report",
     "errors",
     "functional",
     "install",
     "installed",
+    "optimize",
     "pending_count",
+    "register_backend_capabilities",
     "uninstall",
+    "use_shm_for_gloo",
     "work_of",
 ]

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime as dt
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from typing import Any
 
 import torch.distributed as dist
 
+import torch_c10d_ext_autoload
 from torch_c10d_ext import _C
 
 _log = logging.getLogger("torch_c10d_ext")
@@ -41,28 +43,42 @@ _told: set[str] = set()
 def register() -> None:
     """Makes the backends known to ``torch.distributed``; the defaults stay as they are."""
     dist.Backend.register_backend("shm", _create_shm, extended_api=True, devices=["cpu"])
+    torch_c10d_ext_autoload.register()  # where torch has not called it
     _C.set_fallback_connect(_connect)
     atexit.register(_close)
 
 
-def shm_settings() -> dict[str, Any]:
+def shm_settings(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """The settings of the shm backend, from the environment (docs/shm.md lists them).
+
+    Args:
+        environment: by default this process' own.
 
     Raises:
         ValueError: a variable holds something else than it must.
     """
-    _flag("DISABLE", False)  # the rendezvous reads it
+
+    def text(name: str) -> str:
+        return environment.get(f"TORCH_C10D_EXT_SHM_{name}", "")
+
+    def microseconds(name: str, default: int) -> dt.timedelta:
+        return dt.timedelta(microseconds=_number(name, text(name), default, at_most=_MAX_US))
+
+    _flag("DISABLE", text("DISABLE"), False)  # the rendezvous reads it
     return {
-        "arena": _number("ARENA", _DEFAULT_ARENA, _C.SHM_MIN_ARENA, at_most=_MAX_ARENA),
-        "spin_time": dt.timedelta(microseconds=_number("SPIN_US", 100, at_most=_MAX_US)),
-        "inline_time": dt.timedelta(microseconds=_number("INLINE_US", 20, at_most=_MAX_US)),
-        "progress_thread": _flag("THREAD", True),
-        "strict": _flag("STRICT", False),
+        "arena": _number(
+            "ARENA", text("ARENA"), _DEFAULT_ARENA, _C.SHM_MIN_ARENA, at_most=_MAX_ARENA
+        ),
+        "spin_time": microseconds("SPIN_US", 100),
+        "inline_time": microseconds("INLINE_US", 20),
+        "progress_thread": _flag("THREAD", text("THREAD"), True),
+        "strict": _number("STRICT", text("STRICT"), 0, at_most=2),
+        # Parsed by connect_shm(), which raises a ValueError as well.
+        "algorithms": text("ALGORITHMS"),
     }
 
 
-def _number(name: str, default: int, at_least: int = 0, *, at_most: int) -> int:
-    text = os.environ.get(f"TORCH_C10D_EXT_SHM_{name}", "")
+def _number(name: str, text: str, default: int, at_least: int = 0, *, at_most: int) -> int:
     if not text:
         return default
     if not text.isascii() or not text.isdigit() or not at_least <= int(text) <= at_most:
@@ -72,23 +88,64 @@ def _number(name: str, default: int, at_least: int = 0, *, at_most: int) -> int:
     return int(text)
 
 
-def _flag(name: str, default: bool) -> bool:
-    text = os.environ.get(f"TORCH_C10D_EXT_SHM_{name}", "")
+def _flag(name: str, text: str, default: bool) -> bool:
     if text not in ("", "0", "1"):
         raise ValueError(f"{_PREFIX}{name}: must be 0 or 1, got {text!r}")
     return text == "1" if text else default
 
 
-def _create_shm(options: Any, _pg_options: Any) -> Any:
+class _Creating(threading.local):
+    create: Callable[[Any], Any] | None = None
+
+
+_creating = _Creating()
+
+
+@contextlib.contextmanager
+def creating_shm_with(create: Callable[[Any], Any]) -> Iterator[None]:
+    """Has the groups of "shm" that this thread makes meanwhile made by ``create``."""
+    before, _creating.create = _creating.create, create
+    try:
+        yield
+    finally:
+        _creating.create = before
+
+
+def global_ranks_of(options: Any) -> Any:
+    """Where the ranks of a new group are in the world."""
     # torch gives no ranks for the group of all of them, which is the first one.
     everyone = [] if dist.is_initialized() else list(range(options.group_size))
-    seats = _C.Seats(options.store, options.global_ranks_in_group or everyone)
+    return _C.GlobalRanks(options.store, options.global_ranks_in_group or everyone)
+
+
+def _create_shm(options: Any, _pg_options: Any) -> Any:
+    if _creating.create is not None:
+        return _creating.create(options)
     rank, size = options.group_rank, options.group_size
-    return _connect(options.store, rank, size, options.timeout, options.group_id, seats)
+    global_ranks = global_ranks_of(options)
+    return _connect(options.store, rank, size, options.timeout, options.group_id, global_ranks)
 
 
-def _connect(store: Any, rank: int, size: int, timeout: dt.timedelta, name: str, seats: Any) -> Any:
+def _connect(
+    store: Any, rank: int, size: int, timeout: dt.timedelta, name: str, global_ranks: Any
+) -> Any:
     """A group's backend: shm, or its verbs over gloo on all ranks if they cannot share memory."""
+    settings = shm_settings()
+    backend, session = share_memory(store, rank, size, timeout, name, global_ranks)
+    if backend is not None:
+        return backend
+    gloo, store = meet_over_gloo(store, session, rank, size, timeout, name, global_ranks)
+    timeout = min(timeout, _LONGEST)
+    return _C.CheckedBackend(gloo, store, timeout, name, global_ranks, settings["strict"])
+
+
+def share_memory(
+    store: Any, rank: int, size: int, timeout: dt.timedelta, name: str, global_ranks: Any
+) -> tuple[Any, str]:
+    """A group's backend on shared memory, or None on all ranks, and a name of this meeting.
+
+    Rank 0 logs why it is none.
+    """
     settings = shm_settings()
     if timeout < dt.timedelta():
         # Also what torch makes of timedelta.max, which its microseconds cannot hold.
@@ -97,17 +154,31 @@ def _connect(store: Any, rank: int, size: int, timeout: dt.timedelta, name: str,
             f"(rank {rank}/{size}, group '{name}')"
         )
     timeout = min(timeout, _LONGEST)
-    backend, why_not, session = _C.connect_shm(store, rank, size, timeout, name, seats, **settings)
-    if backend is not None:
-        return backend
-    if rank == 0 and why_not not in _told:
+    backend, why_not, session = _C.connect_shm(
+        store, rank, size, timeout, name, global_ranks, **settings
+    )
+    if backend is None and rank == 0 and why_not not in _told:
         _told.add(why_not)
         _log.warning(
             "shm: the ranks of group '%s' cannot share memory, they use gloo (%s)", name, why_not
         )
+    return backend, session
+
+
+def meet_over_gloo(
+    store: Any,
+    session: str,
+    rank: int,
+    size: int,
+    timeout: dt.timedelta,
+    name: str,
+    global_ranks: Any,
+) -> tuple[Any, Any]:
+    """A gloo backend of the group whose ranks cannot share memory, and the store it met at."""
+    timeout = min(timeout, _LONGEST)
     # Under a key of its own: a group of this name may have left its addresses there.
     store = dist.PrefixStore(f"{session}/", store)
-    expected = _C.Expected(store, rank, size, name, seats)
+    expected = _C.Rendezvous(store, rank, size, name, global_ranks)
 
     def connect() -> Any:
         made = dist.ProcessGroupGloo(expected.watched_store("gloo/"), rank, size, timeout=timeout)
@@ -122,7 +193,7 @@ def _connect(store: Any, rank: int, size: int, timeout: dt.timedelta, name: str,
             f"shm: every rank must join the group, got: {error} "
             f"(rank {rank}/{size}, group '{name}')"
         ) from error
-    return _C.OverGloo(gloo, store, timeout, name, seats, settings["strict"])
+    return gloo, store
 
 
 def _away(call: Callable[[], Any], check: Callable[[], None], timeout: dt.timedelta) -> Any:

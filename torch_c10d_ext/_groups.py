@@ -341,3 +341,45 @@ world_ranks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 device_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 barrier_device._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _reduction_with_factor._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def sums_in_rank_order(name: str) -> bool:
+    """Whether the group adds the ranks' values in one order, wherever in a message they stand.
+
+    Shared memory does. gloo's rings and nccl's do not; nor does what shm falls back to. A fake
+    group stands for one that does, as no values depend on it.
+    """
+    pg = process_group(name)
+    if torch.device("cpu") not in pg._device_types:
+        return False
+    backend = cpu_backend(pg)
+    if backend.name() == "shm":
+        return not isinstance(backend, _C.CheckedBackend)
+    return backend.name() == "fake"
+
+
+def has_cpu(name: str) -> bool:
+    """Whether the group communicates CPU tensors."""
+    return torch.device("cpu") in process_group(name)._device_types
+
+
+def is_fake(name: str) -> bool:
+    """Whether the group is torch's fake one, whose collectives do nothing."""
+    return any(
+        process_group(name)._get_backend(device).name() == "fake"
+        for device in process_group(name)._device_types
+    )
+
+
+def group_store(name: str) -> dist.Store:
+    """The store that the ranks of a group met at."""
+    return process_group(name).get_group_store()
+
+
+def group_timeout(name: str) -> float:
+    """Seconds that a group's ranks wait for each other."""
+    timeout = c10d._get_default_timeout(dist.Backend("gloo"))
+    pg = process_group(name)
+    if torch.device("cpu") in pg._device_types:
+        timeout = getattr(getattr(cpu_backend(pg), "options", None), "_timeout", timeout)
+    return timeout.total_seconds()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
@@ -23,16 +24,26 @@ _NAMESPACES = ("c10d_ext", "_c10d_functional", "_c10d_functional_autograd")
 
 @dataclass(frozen=True)
 class Link:
-    """What a collective costs: ``latency + wire bytes / bandwidth``.
+    """What a collective costs: ``latency + hops * hop + wire bytes / bandwidth``.
+
+    The postal model with a count of messages (Thakur, Rabenseifner and Gropp 2005). Of n ranks an
+    all_reduce takes 2 (n - 1) hops as a ring and 2 ceil(log2 n) as a tree; a permutation takes one;
+    every other collective half of what an all_reduce takes.
 
     Args:
-        latency: seconds per call, whatever its size. The model adds nothing for each rank: give a
-            group of many ranks a larger latency.
+        latency: seconds per call, whatever its size.
         bandwidth: bytes per second into, and at the same time out of, one rank.
+        hop: seconds per message that must wait for another rank's.
+        algorithm: ``"ring"`` or ``"tree"``: what ``hop`` is counted by.
+        shared: the name of the wire. Collectives of groups whose links have one name take turns on
+            it; without a name every group has a wire of its own.
     """
 
     latency: float = 10e-6
     bandwidth: float = 50e9
+    hop: float = 0.0
+    algorithm: str = "ring"
+    shared: str = ""
 
     def __post_init__(self) -> None:
         if not (self.latency >= 0 and self.bandwidth > 0):
@@ -40,6 +51,29 @@ class Link:
                 "Link: latency must be 0 or more and bandwidth positive, got latency "
                 f"{self.latency} and bandwidth {self.bandwidth}"
             )
+        if not self.hop >= 0:
+            raise ValueError(f"Link: hop must be 0 or more, got {self.hop}")
+        if self.algorithm not in ("ring", "tree"):
+            raise ValueError(f"Link: algorithm must be 'ring' or 'tree', got {self.algorithm!r}")
+
+    def hops(self, op: str, ranks: int) -> int:
+        """How many messages of a collective must wait for one another."""
+        if ranks == 1:
+            return 0
+        if op in ("permute_tensor", "isend", "irecv", "batch_isend_irecv", "batch_p2p_ops"):
+            return 1
+        steps = ranks - 1 if self.algorithm == "ring" else math.ceil(math.log2(ranks))
+        return 2 * steps if op in ("all_reduce", "reduce_from_group", "barrier") else steps
+
+    def seconds(self, op: str, ranks: int, wire_bytes: float) -> float:
+        """How long a collective takes that has the link for itself.
+
+        Args:
+            op: ``"all_reduce"``, say.
+            ranks: the size of the group.
+            wire_bytes: the bytes over the busiest rank's link.
+        """
+        return self.latency + self.hops(op, ranks) * self.hop + wire_bytes / self.bandwidth
 
 
 @dataclass(frozen=True)
@@ -224,12 +258,41 @@ class CommunicationReport:
             parts.append(label(x + 16, y, op))
         return "\n".join([*parts, "</svg>", ""])
 
+    def trace(self) -> str:
+        """The timeline as JSON that Perfetto and chrome://tracing read, times in microseconds."""
+        lanes = list(dict.fromkeys(call.label for call in self.calls))
+        events: list[dict[str, Any]] = [
+            {"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": name}}
+            for tid, name in enumerate(["compute", *lanes])
+        ]
+        for start, end in self.busy:
+            span = {"ts": start * 1e6, "dur": (end - start) * 1e6}
+            events.append({"ph": "X", "pid": 0, "tid": 0, "name": "computes", **span})
+        for call in self.calls:
+            about = {
+                "node": call.node,
+                "input": f"{call.dtype} {call.shape}",
+                "group": call.label,
+                "ranks": call.ranks,
+                "wire bytes": call.wire_bytes,
+                "hidden us": call.hidden * 1e6,
+            }
+            span = {"ts": call.start * 1e6, "dur": call.seconds * 1e6}
+            tid = 1 + lanes.index(call.label)
+            events.append({"ph": "X", "pid": 0, "tid": tid, "name": call.op, **span, "args": about})
+        return json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}, indent=1) + "\n"
+
     def save(self, path: str | Path) -> None:
-        """Writes the timeline to a file named ``*.svg``, the table to one named ``*.txt``."""
+        """Writes the timeline (``*.svg``), the table (``*.txt``) or a trace (``*.json``)."""
         path = Path(path)
-        if path.suffix not in (".svg", ".txt"):
-            raise ValueError(f"save: path must end in .svg or .txt, got {path.name}")
-        path.write_text(self.svg() if path.suffix == ".svg" else f"{self}\n", encoding="utf-8")
+        texts: dict[str, Callable[[], str]] = {
+            ".svg": self.svg,
+            ".txt": lambda: f"{self}\n",
+            ".json": self.trace,
+        }
+        if path.suffix not in texts:
+            raise ValueError(f"save: path must end in .svg, .txt or .json, got {path.name}")
+        path.write_text(texts[path.suffix](), encoding="utf-8")
 
 
 def communication_report(
@@ -267,8 +330,9 @@ def communication_report(
     ====================================  ======================================================
 
     Times come from a model: nodes run in the graph's order on one stream; a collective starts when
-    it is called and the group's earlier ones are done, so groups have links of their own; a wait
-    lasts until its collective is done. Views and allocations are free.
+    it is called and the link's earlier ones are done (each group has a link of its own, but where
+    :attr:`Link.shared` says otherwise); a wait lasts until its collective is done. Views and
+    allocations are free.
 
     Args:
         graph: a ``torch.fx.GraphModule``, a ``torch.fx.Graph`` or an ``ExportedProgram``, as
@@ -505,6 +569,11 @@ class _Sizes:
         return float(size) if isinstance(size, int) else self.number(self.expression(size))
 
 
+def _kind(op: str) -> str:
+    """``all_reduce`` for ``all_reduce_coalesced_``."""
+    return op.removesuffix("_").removesuffix("_coalesced").removesuffix("_out")
+
+
 def _wire(call: _Call, sizes: _Sizes, result: Any, group: str) -> Any:
     """The bytes over the busiest rank's link, as an expression; the table of the docstring."""
     import sympy
@@ -518,7 +587,7 @@ def _wire(call: _Call, sizes: _Sizes, result: Any, group: str) -> Any:
     share = sympy.Rational(n - 1, n)
     if call.op == "barrier":
         return sympy.Integer(0)
-    op = call.op.removesuffix("_").removesuffix("_coalesced").removesuffix("_out")
+    op = _kind(call.op)
     if op in ("all_reduce", "reduce_from_group"):
         return 2 * share * b
     if op in ("all_gather_into_tensor", "gather"):
@@ -606,7 +675,7 @@ class _Schedule:
     ) -> None:
         self._link, self._links, self._compute, self._sizes = link, links, compute, sizes
         self._now = 0.0
-        self._free: dict[str, float] = {}  # when a group has done its collectives
+        self._free: dict[str, float] = {}  # when a link has done its collectives
         self._flights: list[_Flight] = []
         self._open: list[_Flight] = []
         self._writer: dict[Node, _Flight] = {}  # of memory, named by the node that made it
@@ -662,7 +731,8 @@ class _Schedule:
         wire = _wire(call, self._sizes, _value(node), group)
         wire_bytes = self._sizes.number(wire)
         link = self._links.get(group, self._link)
-        start = max(self._now, self._free.get(group, 0.0))
+        wire_name = f"link {link.shared}" if link.shared else f"group {group}"
+        start = max(self._now, self._free.get(wire_name, 0.0))
         flight = _Flight(
             dict(
                 node=node.name,
@@ -676,9 +746,9 @@ class _Schedule:
                 wire_bytes=wire_bytes,
             ),
             start,
-            start + link.latency + wire_bytes / link.bandwidth,
+            start + link.seconds(_kind(call.op), pg.size(), wire_bytes),
         )
-        self._free[group] = flight.end
+        self._free[wire_name] = flight.end
         self._flights.append(flight)
         self._open.append(flight)
         for written in [node, *(self._memory(n) for n in call.written)]:

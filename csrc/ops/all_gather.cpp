@@ -1,6 +1,6 @@
 // all_gather: every rank gets all ranks' rows, of which each rank may have another number.
 
-#include "core/op.h"
+#include "frontend/op.h"
 
 namespace c10d_ext {
 namespace {
@@ -17,7 +17,7 @@ at::Tensor all_gather(const at::Tensor& input, c10::SymIntArrayRef sizes, string
                        "input's dim 0 must be this rank's size, ", sizes[group.rank()], ", got ",
                        input.sym_size(0));
   at::Tensor out = empty_of(with_rows(input, sum_of(sizes)), input);
-  start_all_gather_uneven(op, group, input, out, concrete(input, sizes));
+  submit(group, CollectiveRequest::all_gather_uneven(op, input, out, concrete(input, sizes)));
   return out;
 }
 

@@ -1,6 +1,6 @@
 // all_gather_into_tensor: every rank gets all ranks' inputs, one after the other along dim 0.
 
-#include "core/op.h"
+#include "frontend/op.h"
 
 namespace c10d_ext {
 namespace {
@@ -14,7 +14,7 @@ at::Tensor all_gather_into_tensor(const at::Tensor& input, int64_t group_size,
   check_strided(op, group, "input", input);
   check_group_size(op, group, group_size);
   at::Tensor out = empty_of(with_rows(input, rows_of(input) * group_size), input);
-  start_all_gather(op, group, input, out);
+  submit(group, CollectiveRequest::all_gather(op, input, out));
   return out;
 }
 
@@ -32,7 +32,7 @@ at::Tensor& all_gather_into_tensor_out(const at::Tensor& input, int64_t group_si
       same_sizes(out.sym_sizes(), out.dim() == input.dim() ? concatenated : stacked), op, group,
       "out must have shape ", c10::SymIntArrayRef(concatenated), " or ",
       c10::SymIntArrayRef(stacked), ", got ", out.sym_sizes());
-  start_all_gather(op, group, input, out);
+  submit(group, CollectiveRequest::all_gather(op, input, out));
   return out;
 }
 
@@ -46,7 +46,7 @@ Tensors all_gather_into_tensor_coalesced(at::TensorList inputs, int64_t group_si
   for (const auto& input : inputs) {
     outs.push_back(empty_of(with_rows(input, rows_of(input) * group_size), input));
   }
-  start_all_gather_coalesced(op, group, inputs, outs);
+  submit(group, CollectiveRequest::all_gather_coalesced(op, inputs, outs));
   return outs;
 }
 

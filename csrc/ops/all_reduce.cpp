@@ -1,6 +1,6 @@
 // all_reduce: every rank gets the reduction of all ranks' inputs.
 
-#include "core/op.h"
+#include "frontend/op.h"
 
 namespace c10d_ext {
 namespace {
@@ -14,7 +14,7 @@ at::Tensor all_reduce(const at::Tensor& input, string_view reduce_op, string_vie
   check_strided(op, group, "input", input);
   const Reduction reduction = parse_reduction(op, group, reduce_op, factor, input.scalar_type());
   at::Tensor out = empty_of_shape(input);
-  start_all_reduce(op, group, input, out, reduction);
+  submit(group, CollectiveRequest::all_reduce(op, input, out, reduction));
   return out;
 }
 
@@ -25,7 +25,7 @@ at::Tensor& all_reduce_(at::Tensor& input, string_view reduce_op, string_view gr
   check_strided(op, group, "input", input);
   check_written(op, group, "input", input);
   const Reduction reduction = parse_reduction(op, group, reduce_op, factor, input.scalar_type());
-  start_all_reduce(op, group, input, input, reduction);
+  submit(group, CollectiveRequest::all_reduce(op, input, input, reduction));
   return input;
 }
 
@@ -39,7 +39,7 @@ at::Tensor& all_reduce_out(const at::Tensor& input, string_view reduce_op, strin
                        "out must have input's shape ", input.sym_sizes(), ", got ",
                        out.sym_sizes());
   const Reduction reduction = parse_reduction(op, group, reduce_op, factor, input.scalar_type());
-  start_all_reduce(op, group, input, out, reduction);
+  submit(group, CollectiveRequest::all_reduce(op, input, out, reduction));
   return out;
 }
 
@@ -51,7 +51,7 @@ Tensors all_reduce_coalesced(at::TensorList inputs, string_view reduce_op, strin
   const Reduction reduction =
       parse_reduction(op, group, reduce_op, factor, inputs[0].scalar_type());
   Tensors outs = empty_of_shapes(inputs);
-  start_all_reduce_coalesced(op, group, inputs, outs, reduction);
+  submit(group, CollectiveRequest::all_reduce_coalesced(op, inputs, outs, reduction));
   return outs;
 }
 
@@ -65,7 +65,7 @@ Tensors all_reduce_coalesced_(at::TensorList inputs, string_view reduce_op, stri
   }
   const Reduction reduction =
       parse_reduction(op, group, reduce_op, factor, inputs[0].scalar_type());
-  start_all_reduce_coalesced(op, group, inputs, inputs, reduction);
+  submit(group, CollectiveRequest::all_reduce_coalesced(op, inputs, inputs, reduction));
   return inputs.vec();
 }
 

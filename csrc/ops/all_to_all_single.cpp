@@ -1,6 +1,6 @@
 // all_to_all_single: every rank sends a slice of its rows to every rank.
 
-#include "core/op.h"
+#include "frontend/op.h"
 
 namespace c10d_ext {
 namespace {
@@ -29,8 +29,8 @@ at::Tensor all_to_all_single(const at::Tensor& input, c10::SymIntArrayRef output
   const Group group = resolve_group(op, group_name);
   check(op, group, input, output_split_sizes, input_split_sizes);
   at::Tensor out = empty_of(with_rows(input, sum_of(output_split_sizes)), input);
-  start_all_to_all(op, group, input, out, concrete(input, output_split_sizes),
-                   concrete(input, input_split_sizes));
+  submit(group, CollectiveRequest::all_to_all(op, input, out, concrete(input, output_split_sizes),
+                                              concrete(input, input_split_sizes)));
   return out;
 }
 
@@ -44,8 +44,8 @@ at::Tensor& all_to_all_single_out(const at::Tensor& input, c10::SymIntArrayRef o
   const SymSizes sizes = with_rows(input, sum_of(output_split_sizes));
   C10D_EXT_CHECK_VALUE(same_sizes(out.sym_sizes(), sizes), op, group, "out must have shape ",
                        c10::SymIntArrayRef(sizes), ", got ", out.sym_sizes());
-  start_all_to_all(op, group, input, out, concrete(input, output_split_sizes),
-                   concrete(input, input_split_sizes));
+  submit(group, CollectiveRequest::all_to_all(op, input, out, concrete(input, output_split_sizes),
+                                              concrete(input, input_split_sizes)));
   return out;
 }
 

@@ -1,6 +1,6 @@
 // barrier: every rank keeps its input, complete when all ranks have called.
 
-#include "core/op.h"
+#include "frontend/op.h"
 
 namespace c10d_ext {
 namespace {
@@ -12,7 +12,7 @@ at::Tensor barrier(const at::Tensor& input, string_view group_name) {
   const Group group = resolve_group(op, group_name);
   check_strided(op, group, "input", input);
   at::Tensor out = empty_of_shape(input);
-  start_barrier(op, group, input, out);
+  submit(group, CollectiveRequest::barrier(op, input, out));
   return out;
 }
 

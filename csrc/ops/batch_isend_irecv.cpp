@@ -1,8 +1,8 @@
 // batch_isend_irecv: starts messages to and from other ranks; each has a ticket to wait for it
 // with.
 
-#include "core/messages.h"
-#include "core/op.h"
+#include "collectives/p2p.h"
+#include "frontend/op.h"
 
 namespace c10d_ext {
 namespace {

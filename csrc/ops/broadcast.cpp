@@ -1,6 +1,6 @@
 // broadcast: every rank gets rank src's input.
 
-#include "core/op.h"
+#include "frontend/op.h"
 
 namespace c10d_ext {
 namespace {
@@ -13,7 +13,7 @@ at::Tensor broadcast(const at::Tensor& input, int64_t src, string_view group_nam
   check_strided(op, group, "input", input);
   check_rank(op, group, "src", src);
   at::Tensor out = empty_of_shape(input);
-  start_broadcast(op, group, input, out, src);
+  submit(group, CollectiveRequest::broadcast(op, input, out, src));
   return out;
 }
 
@@ -23,7 +23,7 @@ at::Tensor& broadcast_(at::Tensor& input, int64_t src, string_view group_name) {
   check_strided(op, group, "input", input);
   check_written(op, group, "input", input);
   check_rank(op, group, "src", src);
-  start_broadcast(op, group, input, input, src);
+  submit(group, CollectiveRequest::broadcast(op, input, input, src));
   return input;
 }
 
@@ -33,7 +33,7 @@ Tensors broadcast_coalesced(at::TensorList inputs, int64_t src, string_view grou
   check_list(op, group, inputs);
   check_rank(op, group, "src", src);
   Tensors outs = empty_of_shapes(inputs);
-  start_broadcast_coalesced(op, group, inputs, outs, src);
+  submit(group, CollectiveRequest::broadcast_coalesced(op, inputs, outs, src));
   return outs;
 }
 
@@ -45,7 +45,7 @@ Tensors broadcast_coalesced_(at::TensorList inputs, int64_t src, string_view gro
     check_written(op, group, "each input", input);
   }
   check_rank(op, group, "src", src);
-  start_broadcast_coalesced(op, group, inputs, inputs, src);
+  submit(group, CollectiveRequest::broadcast_coalesced(op, inputs, inputs, src));
   return inputs.vec();
 }
 

@@ -2,7 +2,7 @@
 
 #include <ATen/ops/alias.h>
 
-#include "core/op.h"
+#include "frontend/op.h"
 
 namespace c10d_ext {
 namespace {

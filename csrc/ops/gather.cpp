@@ -1,6 +1,6 @@
 // gather: rank dst gets all ranks' inputs, one after the other along dim 0; the others get no rows.
 
-#include "core/op.h"
+#include "frontend/op.h"
 
 namespace c10d_ext {
 namespace {
@@ -14,7 +14,7 @@ at::Tensor gather(const at::Tensor& input, int64_t dst, string_view group_name) 
   check_rank(op, group, "dst", dst);
   const c10::SymInt rows = group.rank() == dst ? rows_of(input) * group.size() : c10::SymInt(0);
   at::Tensor out = empty_of(with_rows(input, rows), input);
-  start_gather(op, group, input, out, dst);
+  submit(group, CollectiveRequest::gather(op, input, out, dst));
   return out;
 }
 

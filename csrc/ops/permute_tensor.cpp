@@ -1,6 +1,6 @@
 // permute_tensor: rank m's input goes to rank src_dst[m].
 
-#include "core/op.h"
+#include "frontend/op.h"
 
 namespace c10d_ext {
 namespace {
@@ -36,7 +36,8 @@ at::Tensor permute_tensor(const at::Tensor& input, at::IntArrayRef src_dst,
     sends[src_dst[group.rank()]] = 1;
     receives[inverse[group.rank()]] = 1;
     // One row that is the whole tensor.
-    start_all_to_all(op, group, input.unsqueeze(0), out.unsqueeze(0), receives, sends);
+    submit(group, CollectiveRequest::all_to_all(op, input.unsqueeze(0), out.unsqueeze(0), receives,
+                                                sends));
   }
   return out;
 }

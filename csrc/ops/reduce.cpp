@@ -1,7 +1,7 @@
 // reduce: rank dst gets the reduction of all ranks' inputs, the others get zeros (reduce_: keep
 // theirs).
 
-#include "core/op.h"
+#include "frontend/op.h"
 
 namespace c10d_ext {
 namespace {
@@ -19,7 +19,7 @@ at::Tensor reduce(const at::Tensor& input, string_view reduce_op, int64_t dst,
   if (group.rank() != dst && !out.is_meta()) {
     out.zero_();
   }
-  start_reduce(op, group, input, out, reduction, dst);
+  submit(group, CollectiveRequest::reduce(op, input, out, reduction, dst));
   return out;
 }
 
@@ -31,7 +31,7 @@ at::Tensor& reduce_(at::Tensor& input, string_view reduce_op, int64_t dst, strin
   check_written(op, group, "input", input);
   check_rank(op, group, "dst", dst);
   const Reduction reduction = parse_reduction(op, group, reduce_op, factor, input.scalar_type());
-  start_reduce(op, group, input, input, reduction, dst);
+  submit(group, CollectiveRequest::reduce(op, input, input, reduction, dst));
   return input;
 }
 

@@ -1,6 +1,6 @@
 // reduce_from_group: all_reduce(sum), whose gradient passes as it is (Megatron-LM's g).
 
-#include "core/op.h"
+#include "frontend/op.h"
 
 namespace c10d_ext {
 namespace {

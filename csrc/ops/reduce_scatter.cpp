@@ -1,6 +1,6 @@
 // reduce_scatter: rank r gets sizes[r] rows of the reduction of all ranks' inputs.
 
-#include "core/op.h"
+#include "frontend/op.h"
 
 namespace c10d_ext {
 namespace {
@@ -18,7 +18,8 @@ at::Tensor reduce_scatter(const at::Tensor& input, string_view reduce_op, c10::S
                        "sizes must sum to input's dim 0, ", input.sym_size(0), ", got ", sizes);
   const Reduction reduction = parse_reduction(op, group, reduce_op, factor, input.scalar_type());
   at::Tensor out = empty_of(with_rows(input, sizes[group.rank()]), input);
-  start_reduce_scatter_uneven(op, group, input, out, reduction, concrete(input, sizes));
+  submit(group, CollectiveRequest::reduce_scatter_uneven(op, input, out, reduction,
+                                                         concrete(input, sizes)));
   return out;
 }
 

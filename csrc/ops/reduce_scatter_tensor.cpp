@@ -1,6 +1,6 @@
 // reduce_scatter_tensor: rank r gets the reduction of all ranks' r-th equal part along dim 0.
 
-#include "core/op.h"
+#include "frontend/op.h"
 
 namespace c10d_ext {
 namespace {
@@ -24,7 +24,7 @@ at::Tensor reduce_scatter_tensor(const at::Tensor& input, string_view reduce_op,
   check_group_size(op, group, group_size);
   const Reduction reduction = parse_reduction(op, group, reduce_op, factor, input.scalar_type());
   at::Tensor out = empty_of(part_of(op, group, input), input);
-  start_reduce_scatter(op, group, input, out, reduction);
+  submit(group, CollectiveRequest::reduce_scatter(op, input, out, reduction));
   return out;
 }
 
@@ -46,7 +46,7 @@ at::Tensor& reduce_scatter_tensor_out(const at::Tensor& input, string_view reduc
       "input must have shape ", c10::SymIntArrayRef(concatenated), " or ",
       c10::SymIntArrayRef(stacked), " for out of shape ", out.sym_sizes(), ", got ",
       input.sym_sizes());
-  start_reduce_scatter(op, group, input, out, reduction);
+  submit(group, CollectiveRequest::reduce_scatter(op, input, out, reduction));
   return out;
 }
 
@@ -63,7 +63,7 @@ Tensors reduce_scatter_tensor_coalesced(at::TensorList inputs, string_view reduc
   for (const auto& input : inputs) {
     outs.push_back(empty_of(part_of(op, group, input), input));
   }
-  start_reduce_scatter_coalesced(op, group, inputs, outs, reduction);
+  submit(group, CollectiveRequest::reduce_scatter_coalesced(op, inputs, outs, reduction));
   return outs;
 }
 

@@ -2,7 +2,7 @@
 
 #include <ATen/ops/cat.h>
 
-#include "core/op.h"
+#include "frontend/op.h"
 
 namespace c10d_ext {
 namespace {
@@ -32,7 +32,7 @@ at::Tensor scatter(const at::Tensor& input, int64_t src, string_view group_name,
     rows = input.sym_size(0) / group.size();
   }
   at::Tensor out = empty_of(with_rows(input, rows), input);
-  start_scatter(op, group, input, out, src);
+  submit(group, CollectiveRequest::scatter(op, input, out, src));
   return out;
 }
 

@@ -3,8 +3,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 
-#include "core/messages.h"
-#include "core/op.h"
+#include "collectives/p2p.h"
+#include "frontend/op.h"
 
 namespace c10d_ext {
 namespace {

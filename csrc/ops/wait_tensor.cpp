@@ -3,8 +3,8 @@
 #include <ATen/ops/alias.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
-#include "core/op.h"
-#include "core/pending.h"
+#include "frontend/op.h"
+#include "work/pending.h"
 
 namespace c10d_ext {
 namespace {

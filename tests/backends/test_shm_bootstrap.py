@@ -9,7 +9,10 @@ from pathlib import Path
 
 from tests.native import build
 
-SOURCES = ["bootstrap", "futex", "liveness", "mapping"]
+SOURCES = [
+    *("bootstrap", "bootstrap_client", "bootstrap_messages", "bootstrap_server"),
+    *("futex", "liveness", "mapping", "process"),
+]
 
 
 def _may_do_all_it_tries() -> bool:

@@ -1165,7 +1165,8 @@ def _fork() -> None:
         ("ARENA", ("1000", "99999999999999", "2 MiB", "-1")),
         ("SPIN_US", ("1.5", "-1", "99999999999999")),
         ("INLINE_US", ("many", "99999999999999")),
-        *((flag, ("2", "yes", " 1")) for flag in ("THREAD", "STRICT", "DISABLE")),
+        ("STRICT", ("3", "yes", " 1")),
+        *((flag, ("2", "yes", " 1")) for flag in ("THREAD", "DISABLE")),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(

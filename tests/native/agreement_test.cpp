@@ -1,8 +1,8 @@
 // Ranks that agree on collectives, as threads of one process; the "data" of a collective is there
 // when a test says so. Run without arguments it runs every test; with arguments, those named.
 
-#include "backends/agreement/agreement.h"
-#include "backends/agreement/lines.h"
+#include "backends/checked/agreement.h"
+#include "control/connection.h"
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
@@ -26,15 +26,14 @@
 using namespace c10d_ext;
 using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
-using Kind = shm::Failure::Kind;
-using shm::Verb;
+using Kind = ErrorKind;
 
 namespace {
 
 class Store {
  public:
-  shm::KeyValueStore view() {
-    shm::KeyValueStore values;
+  KeyValueStore view() {
+    KeyValueStore values;
     values.set = [this](const std::string& key, const std::string& value) {
       std::lock_guard lock(mutex_);
       values_[key] = value;
@@ -59,9 +58,9 @@ class Store {
 // A call and what became of it, which its group may tell later.
 class Call {
  public:
-  Agreement::Operation operation(Called called, std::chrono::milliseconds timeout) {
+  Agreement::Operation operation(Fingerprint called, std::chrono::milliseconds timeout) {
     Agreement::Operation operation;
-    operation.op = std::string(name_of(called.verb));
+    operation.op = std::string(name_of(called.op_type));
     operation.called = std::move(called);
     operation.timeout = timeout;
     operation.begin = [state = state_](uint64_t seq) {
@@ -69,7 +68,7 @@ class Call {
       state->begun = seq;
       state->changed.notify_all();
     };
-    operation.fail = [state = state_](const shm::Failure& failure) {
+    operation.fail = [state = state_](const Failure& failure) {
       std::lock_guard lock(state->mutex);
       state->failure = failure;
       state->changed.notify_all();
@@ -88,7 +87,7 @@ class Call {
     CHECK(!state_->failure);
     return state_->begun;
   }
-  shm::Failure failure() {
+  Failure failure() {
     std::unique_lock lock(state_->mutex);
     CHECK(state_->changed.wait_for(lock, kLong, [this] { return state_->failure.has_value(); }));
     return *state_->failure;
@@ -107,7 +106,7 @@ class Call {
     std::mutex mutex;
     std::condition_variable changed;
     uint64_t begun = 0;
-    std::optional<shm::Failure> failure;
+    std::optional<Failure> failure;
   };
   const std::shared_ptr<State> state_ = std::make_shared<State>();
 };
@@ -142,17 +141,17 @@ class Ranks {
   std::vector<std::unique_ptr<Agreement>> ranks_;
 };
 
-Called summed(int64_t count, const char* op = "sum") {
-  Called called;
-  called.verb = Verb::AllReduce;
+Fingerprint summed(int64_t count, ReduceOp op = ReduceOp::Sum) {
+  Fingerprint called;
+  called.op_type = OpType::AllReduce;
   called.unit = "float32";
   called.count = count;
   return std::move(called).reduced_by(op);
 }
 
-Called of(Verb verb) {
-  Called called;
-  called.verb = verb;
+Fingerprint of(OpType op_type) {
+  Fingerprint called;
+  called.op_type = op_type;
   called.unit = "int64";
   return called;
 }
@@ -186,15 +185,15 @@ class End {
  public:
   Agreement::Message message(bool sends, int peer, int64_t tag, int64_t count,
                              std::chrono::milliseconds timeout = kLong) {
-    Agreement::Message message{
-        sends, peer, tag, static_cast<uint64_t>(4 * count), shm::DType::Float, timeout, {}, {}};
+    Agreement::Message message{sends,        peer,    tag, static_cast<uint64_t>(4 * count),
+                               DType::Float, timeout, {},  {}};
     message.begin = [state = state_](int peer) {
       std::lock_guard lock(state->mutex);
       state->peer = peer;
       state->turn = ++turns;
       state->changed.notify_all();
     };
-    message.fail = [state = state_](const shm::Failure& failure) {
+    message.fail = [state = state_](const Failure& failure) {
       std::lock_guard lock(state->mutex);
       state->failure = failure;
       state->changed.notify_all();
@@ -213,7 +212,7 @@ class End {
     CHECK(!state_->failure);
     return state_->peer;
   }
-  shm::Failure failure() {
+  Failure failure() {
     std::unique_lock lock(state_->mutex);
     CHECK(state_->changed.wait_for(lock, kLong, [this] { return state_->failure.has_value(); }));
     CHECK(state_->peer < 0);
@@ -236,7 +235,7 @@ class End {
     std::condition_variable changed;
     int peer = -1;
     int turn = 0;
-    std::optional<shm::Failure> failure;
+    std::optional<Failure> failure;
   };
   static inline std::atomic<int> turns{0};
   const std::shared_ptr<State> state_ = std::make_shared<State>();
@@ -351,7 +350,7 @@ void messages_that_do_not_fit_are_denied_at_both_ends() {
   }
   End sent, received;
   auto message = sent.message(true, 0, 0, 5);
-  message.dtype = shm::DType::Int32;
+  message.dtype = DType::Int32;
   ranks[1].post(std::move(message));
   post_receive(ranks, 0, 1, received);
   CHECK_HAS(received.failure().text, "5 x int32 from rank 1, 5 x float32 expected by rank 0");
@@ -490,7 +489,8 @@ void nothing_begins_before_all_have_called() {
 
 void ranks_that_disagree_all_hear_of_it() {
   Ranks ranks(3);
-  const auto disagree = [&](const Called& odd, const Called& rest, std::vector<std::string> parts) {
+  const auto disagree = [&](const Fingerprint& odd, const Fingerprint& rest,
+                            std::vector<std::string> parts) {
     std::vector<Call> calls(3);
     for (int rank = 0; rank < 3; ++rank) {
       ranks[rank].call(calls[static_cast<size_t>(rank)].operation(rank == 1 ? odd : rest, kLong));
@@ -517,18 +517,20 @@ void ranks_that_disagree_all_hear_of_it() {
   CHECK(disagree(summed(5), summed(6),
                  {"all_reduce(6 x float32, sum) on ranks 0 and 2",
                   "all_reduce(5 x float32, sum) on rank 1"}) == one);
-  CHECK(disagree(summed(6, "max"), summed(6), {"max) on rank 1", "sum) on ranks 0 and 2"}) == one);
-  CHECK(disagree(of(Verb::Barrier), summed(6), {"barrier() on rank 1"}) == one);
-  CHECK(disagree(of(Verb::Broadcast).rooted_at(1), of(Verb::Broadcast).rooted_at(0),
+  CHECK(disagree(summed(6, ReduceOp::Max), summed(6),
+                 {"max) on rank 1", "sum) on ranks 0 and 2"}) == one);
+  CHECK(disagree(of(OpType::Barrier), summed(6), {"barrier() on rank 1"}) == one);
+  CHECK(disagree(of(OpType::Broadcast).rooted_at(1), of(OpType::Broadcast).rooted_at(0),
                  {"root 1) on rank 1", "root 0) on ranks 0 and 2"}) == one);
-  CHECK(disagree(of(Verb::AllReduce).of_members({3, 5}), of(Verb::AllReduce).of_members({5, 3}),
+  CHECK(disagree(of(OpType::AllReduce).of_members({3, 5}), of(OpType::AllReduce).of_members({5, 3}),
                  {"8 x int64 in 2 tensors of sizes [3, 5]", "tensors of sizes [5, 3]"}) == one);
-  CHECK(disagree(
-            of(Verb::AllGather).gathered(2, {2, 2, 2}), of(Verb::AllGather).gathered(3, {3, 3, 3}),
-            {"all_gather(3 x int64) on ranks 0 and 2", "all_gather(2 x int64) on rank 1"}) == one);
+  CHECK(disagree(of(OpType::AllGather).gathered(2, {2, 2, 2}),
+                 of(OpType::AllGather).gathered(3, {3, 3, 3}),
+                 {"all_gather(3 x int64) on ranks 0 and 2", "all_gather(2 x int64) on rank 1"}) ==
+        one);
   // Between two ranks.
-  CHECK((disagree(of(Verb::AllToAll).exchanged({1, 2, 3}, {2, 2, 2}),
-                  of(Verb::AllToAll).exchanged({2, 2, 2}, {2, 1, 2}),
+  CHECK((disagree(of(OpType::AllToAll).exchanged({1, 2, 3}, {2, 2, 2}),
+                  of(OpType::AllToAll).exchanged({2, 2, 2}, {2, 1, 2}),
                   {"got 3 x int64 from rank 1 for rank 2, which expects 1"}) ==
          std::vector<int>{1, 2}));
 }
@@ -536,7 +538,7 @@ void ranks_that_disagree_all_hear_of_it() {
 void uneven_parts_fit_where_their_sizes_do() {
   Ranks ranks(3);
   const std::vector<int64_t> sizes{4, 0, 7};
-  const auto all_begin = [&](const std::function<Called(int)>& called) {
+  const auto all_begin = [&](const std::function<Fingerprint(int)>& called) {
     std::vector<Call> calls(3);
     for (int rank = 0; rank < 3; ++rank) {
       ranks[rank].call(calls[static_cast<size_t>(rank)].operation(called(rank), kLong));
@@ -546,26 +548,26 @@ void uneven_parts_fit_where_their_sizes_do() {
     }
   };
   all_begin(
-      [&](int r) { return of(Verb::AllGather).gathered(sizes[static_cast<size_t>(r)], sizes); });
+      [&](int r) { return of(OpType::AllGather).gathered(sizes[static_cast<size_t>(r)], sizes); });
   all_begin([&](int r) {
-    return of(Verb::ReduceScatter).scattered(sizes, sizes[static_cast<size_t>(r)]);
+    return of(OpType::ReduceScatter).scattered(sizes, sizes[static_cast<size_t>(r)]);
   });
   // Only the root knows that the parts differ.
   all_begin([&](int r) {
-    return of(Verb::Gather)
+    return of(OpType::Gather)
         .gathered_at(2, sizes[static_cast<size_t>(r)], r == 2 ? sizes : std::vector<int64_t>(), 3);
   });
   all_begin([&](int r) {
-    return of(Verb::Scatter)
+    return of(OpType::Scatter)
         .scattered_from(0, sizes[static_cast<size_t>(r)], r == 0 ? sizes : std::vector<int64_t>(),
                         3);
   });
 }
 
 // The failures of ranks that call where `missing` does not.
-std::vector<shm::Failure> wait_for(Ranks& ranks, int size, int missing) {
+std::vector<Failure> wait_for(Ranks& ranks, int size, int missing) {
   std::vector<Call> calls(static_cast<size_t>(size));
-  std::vector<shm::Failure> failures;
+  std::vector<Failure> failures;
   for (int rank = 0; rank < size; ++rank) {
     if (rank != missing) {
       ranks[rank].call(calls[static_cast<size_t>(rank)].operation(summed(6), 200ms));
@@ -631,7 +633,8 @@ void who_leaves_is_named() {
 // Who ends without a word, on another machine.
 void who_is_gone_is_known() {
   Store store;
-  std::thread other([&] { connect_star(store.view(), {1, 2, "test"}, kLong, "machine 1"); });
+  std::thread other(
+      [&] { connect_to_coordinator(store.view(), {1, 2, "test"}, kLong, "machine 1"); });
   const auto root = Agreement::join(store.view(), {0, 2, "test"}, kLong, "machine 0");
   other.join();
   const auto late = Clock::now() + kLong;

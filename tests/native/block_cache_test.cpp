@@ -1,7 +1,7 @@
 // Blocks that are taken and given back. Run without arguments it runs every test; with arguments,
 // those named.
 
-#include "core/block_cache.h"
+#include "base/block_cache.h"
 
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -35,7 +35,7 @@ void* take(size_t bytes) {
 }
 
 // Whether what take() left there still is. Something else may have come to lie there.
-bool is_there(void* data) {
+bool is_contended(void* data) {
   char value = 0;
   iovec to{&value, 1}, from{data, 1};
   return process_vm_readv(getpid(), &to, 1, &from, 1, 0) == 1 && value == 7;
@@ -133,17 +133,17 @@ void no_more_is_kept_than_the_limit() {
   }
   CHECK(cache().idle_bytes() == 8 * kMiB);
   for (size_t i = 0; i < 5; ++i) {
-    CHECK(is_there(blocks[i]) == (i >= 3));  // the ones used last
+    CHECK(is_contended(blocks[i]) == (i >= 3));  // the ones used last
   }
   void* const large = take(11 * kMiB);
   cache().give(large);  // is more than may be kept, and drives nothing out
-  CHECK(!is_there(large));
+  CHECK(!is_contended(large));
   CHECK(cache().idle_bytes() == 8 * kMiB);
   cache().set_limit(4 * kMiB);
   CHECK(cache().idle_bytes() == 4 * kMiB);
-  CHECK(!is_there(blocks[3]) && is_there(blocks[4]));
+  CHECK(!is_contended(blocks[3]) && is_contended(blocks[4]));
   cache().set_limit(0);
-  CHECK(!is_there(blocks[4]));
+  CHECK(!is_contended(blocks[4]));
 }
 
 void release_gives_all_back() {
@@ -153,7 +153,7 @@ void release_gives_all_back() {
   cache().give(idle);
   cache().release();
   CHECK(cache().idle_bytes() == 0);
-  CHECK(!is_there(idle) && is_there(kept));
+  CHECK(!is_contended(idle) && is_contended(kept));
   cache().give(kept);
 }
 
@@ -168,8 +168,8 @@ void what_nobody_asks_for_goes_back_by_itself() {
   CHECK(cache().take(8 * kMiB) == block);  // asked for, and so kept as long again
   cache().give(block);
   std::this_thread::sleep_for(BlockCache::kKeep * 2 / 3);
-  CHECK(is_there(block));
-  CHECK(eventually([&] { return !is_there(block); }, BlockCache::kKeep));
+  CHECK(is_contended(block));
+  CHECK(eventually([&] { return !is_contended(block); }, BlockCache::kKeep));
   CHECK(cache().idle_bytes() == 0);
   CHECK(eventually([] { return !is_tended(); }));
   // And again.
@@ -200,23 +200,23 @@ void a_forked_child_has_what_was_in_use_and_nothing_idle() {
   auto* const used = static_cast<char*>(take(4 * kMiB));
   void* const idle = take(8 * kMiB);
   cache().give(idle);
-  CHECK(is_there(idle));
+  CHECK(is_contended(idle));
   const pid_t child = start([&] {
     CHECK(cache().idle_bytes() == 0);
-    CHECK(!is_there(idle));
-    CHECK(is_there(used));
+    CHECK(!is_contended(idle));
+    CHECK(is_contended(used));
     used[1] = 8;
     cache().give(used);  // the kernel would copy its pages
     CHECK(cache().idle_bytes() == 0);
-    CHECK(!is_there(used));
+    CHECK(!is_contended(used));
     void* const own = take(4 * kMiB);
     cache().give(own);
     CHECK(cache().take(4 * kMiB) == own);
     cache().give(own);
-    CHECK(eventually([&] { return !is_there(own); }));  // by a thread of its own
+    CHECK(eventually([&] { return !is_contended(own); }));  // by a thread of its own
   });
   CHECK(finish(child) == 0);
-  CHECK(is_there(used) && used[1] == 0);
+  CHECK(is_contended(used) && used[1] == 0);
   cache().give(used);
 }
 
@@ -281,7 +281,7 @@ void forks_beside_threads_leave_it_usable() {
       cache().set_limit(0);  // TSan cannot start a thread here
       void* const block = take(4 * kMiB);
       cache().give(block);
-      CHECK(!is_there(block));
+      CHECK(!is_contended(block));
       std::_Exit(0);
     });
     CHECK(finish(child) == 0);

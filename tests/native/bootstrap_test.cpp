@@ -29,6 +29,7 @@
 
 #include "program.h"
 
+using namespace c10d_ext;
 using namespace c10d_ext::shm;
 using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
@@ -453,7 +454,7 @@ bool hung_up(int fd) {
   return recv(fd, &byte, 1, 0) <= 0;
 }
 
-// Says what rank 1 would say, with this token. The layout is that of Hello in bootstrap.cpp.
+// Says what rank 1 would say, with this token. The layout is that of Hello in bootstrap_messages.h.
 struct Stranger {
   std::string session, token;
 

@@ -13,12 +13,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADERS = ROOT / "csrc"
-# By their names: everything that needs no torch.
-SOURCES = {
-    path.stem: path
-    for pattern in ("backends/shm/*.cpp", "backends/agreement/*.cpp", "core/block_cache.cpp")
-    for path in sorted(HEADERS.glob(pattern))
-}
 PROGRAMS = Path(__file__).resolve().parent
 
 SANITIZERS = {
@@ -58,6 +52,17 @@ def _with_headers(source: Path) -> set[Path]:
         found = [path for path in (HEADERS / name, source.parent / name) if path.exists()]
         files |= _with_headers(found[0]) if found else set()
     return files
+
+
+_OF_TORCH = re.compile(r"^#include <(?:ATen|c10|torch|pybind11|Python\.h)", re.MULTILINE)
+
+
+def _needs_torch(source: Path) -> bool:
+    return any(_OF_TORCH.search(path.read_text()) for path in _with_headers(source))
+
+
+# By their names: everything that needs no torch.
+SOURCES = {path.stem: path for path in sorted(HEADERS.rglob("*.cpp")) if not _needs_torch(path)}
 
 
 def _make(out: Path, command: list[str], inputs: Iterable[Path]) -> Path:

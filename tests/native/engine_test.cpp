@@ -13,214 +13,11 @@
 #include <random>
 #include <thread>
 
-#include "backends/shm/aside.h"
-#include "backends/shm/crowd.h"
-#include "backends/shm/engine.h"
-
-using namespace c10d_ext::shm;
-using std::chrono::milliseconds;
+#include "backends/shm/contention.h"
+#include "base/progress_handoff.h"
+#include "engine_checks.h"
 
 namespace {
-
-std::mutex report;
-int failures = 0;
-
-void expect(bool ok, const std::string& what) {
-  if (!ok) {
-    std::lock_guard lock(report);
-    std::fprintf(stderr, "FAILED: %s\n", what.c_str());
-    ++failures;
-  }
-}
-
-constexpr size_t kArena = size_t{512} << 10;
-constexpr milliseconds kPatience{60000};
-
-using Ints = std::vector<int32_t>;
-
-Buffer buffer(Ints& v) {
-  return {{reinterpret_cast<std::byte*>(v.data()), v.size() * sizeof(int32_t)}};
-}
-// The same memory in three pieces, one of them empty.
-Buffer pieces(Ints& v) {
-  std::byte* data = reinterpret_cast<std::byte*>(v.data());
-  const size_t third = v.size() / 3 * sizeof(int32_t);
-  return {{data, third}, {data, 0}, {data + third, v.size() * sizeof(int32_t) - third}};
-}
-
-int32_t value(int rank, size_t i, int salt) {
-  return static_cast<int32_t>((rank + 1) * 1000003u + i * 7919u + static_cast<unsigned>(salt));
-}
-Ints values(int rank, size_t count, int salt) {
-  Ints v(count);
-  for (size_t i = 0; i < count; ++i) {
-    v[i] = value(rank, i, salt);
-  }
-  return v;
-}
-
-Request request(Verb verb) {
-  Request r;
-  r.verb = verb;
-  r.dtype = verb == Verb::Barrier ? DType::Bytes : DType::Int32;
-  return r;
-}
-
-std::shared_ptr<Operation> start(Engine& engine, Request r, milliseconds timeout = kPatience) {
-  auto op = std::make_shared<Operation>(std::move(r), timeout);
-  engine.submit(op);
-  return op;
-}
-void finish(Engine& engine, Operation& op, const std::string& what) {
-  expect(engine.wait(op, std::nullopt, nullptr), what + ": not done");
-  expect(op.failure() == nullptr, what + ": " + (op.failure() ? op.failure()->text : ""));
-}
-
-// Runs `body(engine)` on `size` ranks, each a thread.
-void with_ranks(int size, const std::function<void(Engine&)>& body, Settings settings = {}) {
-  auto mapping = Mapping::anonymous(Engine::mapping_bytes(size, kArena));
-  std::vector<std::unique_ptr<Engine>> engines;
-  for (int r = 0; r < size; ++r) {
-    engines.push_back(
-        std::make_unique<Engine>(mapping, kArena, r, size, std::vector<Peer>(), settings));
-  }
-  std::vector<std::thread> threads;
-  for (auto& engine : engines) {
-    threads.emplace_back([&] { body(*engine); });
-  }
-  for (auto& t : threads) {
-    t.join();
-  }
-}
-
-void check_all_reduce(Engine& e, size_t count, bool in_place, int salt) {
-  const int n = e.size();
-  Ints in = values(e.rank(), count, salt), out(in_place ? 0 : count);
-  Ints& result = in_place ? in : out;
-  Request r = request(Verb::AllReduce);
-  r.reduce_op = ReduceOp::Sum;
-  r.sources = {pieces(in)};
-  r.targets = {pieces(result)};
-  auto op = start(e, std::move(r));
-  finish(e, *op, "all_reduce");
-  for (size_t i = 0; i < count; ++i) {
-    uint32_t sum = 0;
-    for (int p = 0; p < n; ++p) {
-      sum += static_cast<uint32_t>(value(p, i, salt));
-    }
-    if (result[i] != static_cast<int32_t>(sum)) {
-      expect(false, "all_reduce of " + std::to_string(count) + " at " + std::to_string(i));
-      return;
-    }
-  }
-}
-
-void check_reduce(Engine& e, size_t count, int root, int salt) {
-  Ints in = values(e.rank(), count, salt), out(count);
-  Request r = request(Verb::Reduce);
-  r.reduce_op = ReduceOp::Max;
-  r.root = root;
-  r.sources = {buffer(in)};
-  if (e.rank() == root) {
-    r.targets = {buffer(out)};
-  }
-  auto op = start(e, std::move(r));
-  finish(e, *op, "reduce");
-  for (size_t i = 0; i < count && e.rank() == root; ++i) {
-    int32_t most = value(0, i, salt);
-    for (int p = 1; p < e.size(); ++p) {
-      most = std::max(most, value(p, i, salt));
-    }
-    if (out[i] != most) {
-      expect(false, "reduce of " + std::to_string(count) + " at " + std::to_string(i));
-      return;
-    }
-  }
-}
-
-void check_broadcast(Engine& e, size_t count, int root, int salt) {
-  Ints data = values(e.rank(), count, salt);
-  Request r = request(Verb::Broadcast);
-  r.root = root;
-  (e.rank() == root ? r.sources : r.targets) = {pieces(data)};
-  auto op = start(e, std::move(r));
-  finish(e, *op, "broadcast");
-  expect(data == values(root, count, salt), "broadcast of " + std::to_string(count));
-}
-
-// Sizes of what rank `from` has for rank `to`.
-using Sizes = std::function<size_t(int from, int to)>;
-
-void check_all_to_all(Engine& e, const Sizes& sizes, int salt) {
-  const int n = e.size(), me = e.rank();
-  std::vector<Ints> in, out;
-  Request r = request(Verb::AllToAll);
-  for (int p = 0; p < n; ++p) {
-    in.push_back(values(me * 16 + p, sizes(me, p), salt));
-    out.emplace_back(sizes(p, me));
-  }
-  for (int p = 0; p < n; ++p) {
-    r.sources.push_back(buffer(in[static_cast<size_t>(p)]));
-    r.targets.push_back(buffer(out[static_cast<size_t>(p)]));
-  }
-  auto op = start(e, std::move(r));
-  finish(e, *op, "all_to_all");
-  for (int p = 0; p < n; ++p) {
-    expect(out[static_cast<size_t>(p)] == values(p * 16 + me, sizes(p, me), salt),
-           "all_to_all from " + std::to_string(p));
-  }
-}
-
-void check_all_gather(Engine& e, const Sizes& sizes, int salt) {
-  Ints in = values(e.rank(), sizes(e.rank(), 0), salt);
-  std::vector<Ints> out;
-  Request r = request(Verb::AllGather);
-  r.sources = {pieces(in)};
-  for (int p = 0; p < e.size(); ++p) {
-    out.emplace_back(sizes(p, 0));
-  }
-  for (Ints& o : out) {
-    r.targets.push_back(buffer(o));
-  }
-  auto op = start(e, std::move(r));
-  finish(e, *op, "all_gather");
-  for (int p = 0; p < e.size(); ++p) {
-    expect(out[static_cast<size_t>(p)] == values(p, sizes(p, 0), salt),
-           "all_gather from " + std::to_string(p));
-  }
-}
-
-// What is sent is not known before the work begins, nor how much by the others at all.
-void check_sparse(Engine& e, const Sizes& sizes, int salt) {
-  struct Late final : Operation {
-    explicit Late(Request r) : Operation(std::move(r), kPatience) {}
-    void on_begin() override {
-      request.sources = {pieces(in)};
-    }
-    Ints in;
-  };
-  std::vector<Ints> out;
-  Request r = request(Verb::SparseAllReduce);
-  r.sources.resize(1);
-  r.room = [&](const std::vector<uint64_t>& bytes) {
-    std::vector<Buffer> buffers;
-    for (const auto b : bytes) {
-      out.emplace_back(b / sizeof(int32_t));
-    }
-    for (Ints& o : out) {
-      buffers.push_back(pieces(o));
-    }
-    return buffers;
-  };
-  auto op = std::make_shared<Late>(std::move(r));
-  op->in = values(e.rank(), sizes(e.rank(), 0), salt);
-  e.submit(op);
-  finish(e, *op, "sparse all_reduce");
-  for (int p = 0; p < e.size(); ++p) {
-    expect(out[static_cast<size_t>(p)] == values(p, sizes(p, 0), salt),
-           "sparse all_reduce from " + std::to_string(p));
-  }
-}
 
 // A rank that cannot begin ends the group.
 void check_failed_begin(int size) {
@@ -236,132 +33,13 @@ void check_failed_begin(int size) {
       op = std::make_shared<Failing>();
       e.submit(op);
     } else {
-      op = start(e, request(Verb::Barrier));
+      op = start(e, request(OpType::Barrier));
     }
     expect(e.wait(*op, std::nullopt, nullptr), "failed begin: not done");
     const std::string said = e.rank() == 0 ? "no memory" : "an abort by rank 0";
-    expect(op->failure() && op->failure()->kind == Failure::Kind::Closed &&
+    expect(op->failure() && op->failure()->kind == ErrorKind::Closed &&
                op->failure()->text.find(said) != std::string::npos,
            "failed begin: " + (op->failure() ? op->failure()->text : "no failure"));
-  });
-}
-
-void check_reduce_scatter(Engine& e, const Sizes& sizes, int salt) {
-  std::vector<Ints> in;
-  Ints out(sizes(0, e.rank()));
-  Request r = request(Verb::ReduceScatter);
-  r.reduce_op = ReduceOp::Sum;
-  for (int p = 0; p < e.size(); ++p) {
-    in.push_back(values(e.rank() * 16 + p, sizes(0, p), salt));
-  }
-  for (Ints& i : in) {
-    r.sources.push_back(pieces(i));
-  }
-  r.targets = {pieces(out)};
-  auto op = start(e, std::move(r));
-  finish(e, *op, "reduce_scatter");
-  for (size_t i = 0; i < out.size(); ++i) {
-    uint32_t sum = 0;
-    for (int p = 0; p < e.size(); ++p) {
-      sum += static_cast<uint32_t>(value(p * 16 + e.rank(), i, salt));
-    }
-    if (out[i] != static_cast<int32_t>(sum)) {
-      expect(false, "reduce_scatter at " + std::to_string(i));
-      return;
-    }
-  }
-}
-
-void check_gather_and_scatter(Engine& e, const Sizes& sizes, int root, int salt) {
-  Ints mine = values(e.rank(), sizes(e.rank(), 0), salt);
-  std::vector<Ints> all;
-  Request g = request(Verb::Gather);
-  g.root = root;
-  g.sources = {buffer(mine)};
-  for (int p = 0; p < e.size() && e.rank() == root; ++p) {
-    all.emplace_back(sizes(p, 0));
-  }
-  for (Ints& a : all) {
-    g.targets.push_back(buffer(a));
-  }
-  auto gather = start(e, std::move(g));
-  finish(e, *gather, "gather");
-  for (size_t p = 0; p < all.size(); ++p) {
-    expect(all[p] == values(static_cast<int>(p), sizes(static_cast<int>(p), 0), salt), "gather");
-  }
-  Ints back(mine.size());
-  Request s = request(Verb::Scatter);
-  s.root = root;
-  for (Ints& a : all) {
-    s.sources.push_back(buffer(a));
-  }
-  s.targets = {buffer(back)};
-  auto scatter = start(e, std::move(s));
-  finish(e, *scatter, "scatter");
-  expect(back == mine, "scatter");
-}
-
-// Every rank sends two messages to every rank, itself included, which takes them in the other
-// order.
-void check_messages(Engine& e, size_t count, bool any_source) {
-  const size_t n = static_cast<size_t>(e.size());
-  std::vector<Ints> out, in(2 * n, Ints(count));
-  std::vector<std::shared_ptr<Operation>> sends, receives;
-  for (int to = 0; to < e.size(); ++to) {
-    for (int tag = 0; tag < 2; ++tag) {
-      out.push_back(values(e.rank() * 16 + to, count, tag));
-    }
-  }
-  for (size_t i = 0; i < 2 * n; ++i) {
-    Request r = request(Verb::Send);
-    r.peer = static_cast<int>(i / 2);
-    r.tag = static_cast<int64_t>(i % 2);
-    r.sources = {pieces(out[i])};
-    sends.push_back(start(e, std::move(r)));
-  }
-  for (size_t i = 0; i < 2 * n; ++i) {
-    Request r = request(Verb::Recv);
-    r.peer = any_source ? -1 : static_cast<int>(i / 2);
-    r.tag = 1 - static_cast<int64_t>(i % 2);
-    r.targets = {pieces(in[i])};
-    receives.push_back(start(e, std::move(r)));
-  }
-  for (auto& op : sends) {
-    finish(e, *op, "send");
-  }
-  for (size_t i = 0; i < 2 * n; ++i) {
-    finish(e, *receives[i], "recv");
-    const int from = receives[i]->source_rank();
-    expect(any_source || from == static_cast<int>(i / 2), "recv: source");
-    expect(in[i] == values(from * 16 + e.rank(), count, 1 - static_cast<int>(i % 2)),
-           "recv of " + std::to_string(count));
-  }
-}
-
-void check_everything(int size) {
-  with_ranks(size, [&](Engine& e) {
-    int salt = 0;
-    for (size_t count : {0, 1, 3, 1000, 8191, 8193, 20000, 70001, 300007}) {
-      check_all_reduce(e, count, true, ++salt);
-      check_all_reduce(e, count, false, ++salt);
-      check_broadcast(e, count, salt % size, salt);
-      check_reduce(e, count, salt % size, salt);
-      check_messages(e, count / 4, salt % 4 == 0);
-      for (const Sizes& sizes :
-           {Sizes([&](int, int) { return count; }), Sizes([&](int from, int to) {
-              return count * static_cast<size_t>((from * 3 + to * 5) % 4) / 2;
-            }),
-            // Most stays where it is.
-            Sizes([&](int from, int to) { return from == to ? count : count / 7; })}) {
-        check_all_to_all(e, sizes, salt);
-        check_all_gather(e, sizes, salt);
-        check_sparse(e, sizes, salt);
-        check_reduce_scatter(e, sizes, salt);
-        check_gather_and_scatter(e, sizes, salt % size, salt);
-      }
-      auto barrier = start(e, request(Verb::Barrier));
-      finish(e, *barrier, "barrier");
-    }
   });
 }
 
@@ -380,7 +58,7 @@ void check_flight(int size, bool progress_thread) {
         }
         std::vector<std::shared_ptr<Operation>> ops;
         for (size_t i = 0; i < kFlights; ++i) {
-          Request r = request(Verb::AllReduce);
+          Request r = request(OpType::AllReduce);
           r.reduce_op = ReduceOp::Sum;
           r.sources = {buffer(data[i])};
           r.targets = {buffer(data[i])};
@@ -410,7 +88,7 @@ void check_threads(int size) {
       threads.emplace_back([&e, t] {
         for (int i = 0; i < 100; ++i) {
           Ints out(33), in = values(0, 33, t * 1000 + i);
-          Request s = request(Verb::Send), r = request(Verb::Recv);
+          Request s = request(OpType::Send), r = request(OpType::Recv);
           s.peer = (e.rank() + 1) % e.size();
           r.peer = (e.rank() + e.size() - 1) % e.size();
           s.tag = r.tag = t;
@@ -420,7 +98,7 @@ void check_threads(int size) {
           finish(e, *receive, "recv on a thread");
           finish(e, *send, "send on a thread");
           expect(out == in, "message of a thread");
-          Request a = request(Verb::AllReduce);
+          Request a = request(OpType::AllReduce);
           Ints one(1, 1);
           a.reduce_op = ReduceOp::Sum;
           a.sources = a.targets = {buffer(one)};
@@ -440,11 +118,11 @@ void check_threads(int size) {
 class Blocking final : public Operation {
  public:
   Blocking(Engine& engine, int depth)
-      : Operation(::request(Verb::Barrier), kPatience), engine_(engine), depth_(depth) {}
+      : Operation(::request(OpType::Barrier), kPatience), engine_(engine), depth_(depth) {}
 
   void on_done(const Failure* failure) override {
     expect(failure == nullptr, "blocking: " + (failure ? failure->text : ""));
-    const Aside aside;
+    const ProgressHandoff aside;
     if (depth_ != 0) {
       std::this_thread::sleep_for(milliseconds(engine_.rank()));
       auto next = std::make_shared<Blocking>(engine_, depth_ - 1);
@@ -486,7 +164,7 @@ void check_callbacks(int size) {
 // lock of its own.
 class Linked final : public Operation {
  public:
-  Linked(Ints& memory) : Operation(::request(Verb::AllReduce), kPatience), memory_(memory) {
+  Linked(Ints& memory) : Operation(::request(OpType::AllReduce), kPatience), memory_(memory) {
     copy_.resize(memory.size());
     request.reduce_op = ReduceOp::Max;
     request.sources = {buffer(copy_)};
@@ -544,29 +222,29 @@ void check_mismatch(int size) {
     for (int what = 0; what < 7; ++what) {
       Ints data = values(e.rank(), odd && what == 0 ? 20001 : 20000, 0), out(data);
       const Ints before = out;
-      Request r = request(odd && what == 1 ? Verb::Reduce : Verb::AllReduce);
+      Request r = request(odd && what == 1 ? OpType::Reduce : OpType::AllReduce);
       r.reduce_op = odd && what == 2 ? ReduceOp::Max : ReduceOp::Sum;
       r.dtype = odd && what == 3 ? DType::Float : DType::Int32;
       if (what == 4) {
-        r = request(Verb::Broadcast);
+        r = request(OpType::Broadcast);
         r.root = odd ? 0 : 1;
       }
       if (what == 5) {
-        r = request(odd ? Verb::Barrier : Verb::Broadcast);
+        r = request(odd ? OpType::Barrier : OpType::Broadcast);
         r.root = odd ? -1 : 0;
       }
       r.sources = {buffer(data)};
       r.targets = {buffer(out)};
-      if (r.verb == Verb::Reduce) {
+      if (r.type == OpType::Reduce) {
         r.root = 0;
         r.targets.clear();
       }
-      if (r.verb == Verb::Barrier) {
+      if (r.type == OpType::Barrier) {
         r.sources.clear();
         r.targets.clear();
       }
       if (what == 6) {
-        r = request(Verb::AllToAll);
+        r = request(OpType::AllToAll);
         for (int p = 0; p < e.size(); ++p) {
           r.sources.push_back({{reinterpret_cast<std::byte*>(data.data()), odd ? 4u : 8u}});
           r.targets.push_back({{reinterpret_cast<std::byte*>(out.data()), 8}});
@@ -575,14 +253,14 @@ void check_mismatch(int size) {
       auto op = start(e, std::move(r));
       expect(e.wait(*op, std::nullopt, nullptr), "mismatch: not done");
       const Failure* f = op->failure();
-      expect(f && f->kind == Failure::Kind::Mismatch,
+      expect(f && f->kind == ErrorKind::Mismatch,
              "mismatch " + std::to_string(what) + ": " + (f ? f->text : "no failure"));
       expect(out == before, "mismatch: written to");
       check_all_reduce(e, 5, true, what);
     }
     // A message of another size fails on both ends.
     Ints data(8);
-    Request r = request(e.rank() == 0 ? Verb::Send : Verb::Recv);
+    Request r = request(e.rank() == 0 ? OpType::Send : OpType::Recv);
     r.peer = 1 - e.rank();
     if (e.rank() == 0) {
       r.sources = {{{reinterpret_cast<std::byte*>(data.data()), 12}}};
@@ -592,9 +270,9 @@ void check_mismatch(int size) {
     if (e.rank() < 2) {
       auto op = start(e, std::move(r));
       expect(e.wait(*op, std::nullopt, nullptr), "refused message: not done");
-      expect(op->failure() && op->failure()->kind == Failure::Kind::Mismatch, "refused message");
+      expect(op->failure() && op->failure()->kind == ErrorKind::Mismatch, "refused message");
     }
-    auto barrier = start(e, request(Verb::Barrier));
+    auto barrier = start(e, request(OpType::Barrier));
     finish(e, *barrier, "barrier after a refused message");
     check_messages(e, 100, false);
   });
@@ -607,15 +285,15 @@ void check_faults(int size) {
   with_ranks(size, [&](Engine& e) {
     if (e.rank() == 0) {
       told.wait();
-      auto late = start(e, request(Verb::Barrier));
+      auto late = start(e, request(OpType::Barrier));
       expect(e.wait(*late, std::nullopt, nullptr) && late->failure(), "a broken group refuses");
       return;
     }
     come.arrive_and_wait();
-    auto op = start(e, request(Verb::Barrier), milliseconds(1000));
+    auto op = start(e, request(OpType::Barrier), milliseconds(1000));
     expect(e.wait(*op, std::nullopt, nullptr), "timeout: not done");
     const Failure* f = op->failure();
-    expect(f && f->kind == Failure::Kind::Timeout && f->ranks == std::vector<int>{0},
+    expect(f && f->kind == ErrorKind::Timeout && f->ranks == std::vector<int>{0},
            "timeout: " + (f ? f->text : "no failure"));
     told.count_down();
   });
@@ -625,7 +303,7 @@ void check_faults(int size) {
       return;
     }
     Ints data(100000);
-    Request r = request(Verb::AllReduce);
+    Request r = request(OpType::AllReduce);
     r.reduce_op = ReduceOp::Sum;
     r.sources = r.targets = {buffer(data)};
     auto op = start(e, std::move(r));
@@ -635,7 +313,7 @@ void check_faults(int size) {
     });
     expect(e.wait(*op, std::nullopt, nullptr), "lost: not done");
     const Failure* f = op->failure();
-    expect(f && f->kind == Failure::Kind::RankLost && f->ranks == std::vector<int>{0},
+    expect(f && f->kind == ErrorKind::RankLost && f->ranks == std::vector<int>{0},
            "lost: " + (f ? f->text : "no failure"));
     watcher.join();
   });
@@ -645,9 +323,9 @@ void check_faults(int size) {
       std::this_thread::sleep_for(milliseconds(50));
       e.abort("the test aborts");
     }
-    auto op = start(e, request(Verb::Barrier));
+    auto op = start(e, request(OpType::Barrier));
     expect(e.wait(*op, std::nullopt, nullptr), "abort: not done");
-    expect(op->failure() && op->failure()->kind == Failure::Kind::Closed, "abort");
+    expect(op->failure() && op->failure()->kind == ErrorKind::Closed, "abort");
   });
   // A wait with a timeout of its own gives up alone; the collective goes on.
   std::latch gave_up(size - 1);
@@ -655,7 +333,7 @@ void check_faults(int size) {
     if (e.rank() == 0) {
       gave_up.wait();
     }
-    auto op = start(e, request(Verb::Barrier));
+    auto op = start(e, request(OpType::Barrier));
     if (e.rank() != 0) {
       expect(!e.wait(*op, milliseconds(20), nullptr), "wait with a timeout");
       gave_up.count_down();
@@ -668,7 +346,7 @@ void check_faults(int size) {
     if (e.rank() == 0) {
       stopped.wait();
     }
-    auto op = start(e, request(Verb::Barrier));
+    auto op = start(e, request(OpType::Barrier));
     if (e.rank() != 0) {
       bool interrupted = false;
       try {
@@ -684,34 +362,34 @@ void check_faults(int size) {
 }
 
 // Fed with times of its own.
-void check_crowd() {
+void check_contention() {
   using std::chrono::microseconds;
-  Crowd crowd;
-  auto now = Crowd::Clock::now();
+  ContentionDetector contention;
+  auto now = ContentionDetector::Clock::now();
   const auto gives_way_for = [&](microseconds time) {
-    crowd.gave_way(now, now + time);
+    contention.yielded(now, now + time);
     now += time;
   };
   // How long ranks sleep, and then give way again.
   const auto lasts = [&] {
     const auto begin = now;
-    while (crowd.is_there(now) && now - begin < std::chrono::seconds(10)) {
+    while (contention.is_contended(now) && now - begin < std::chrono::seconds(10)) {
       now += milliseconds(1);
     }
     return now - begin;
   };
-  expect(!crowd.is_there(now), "a crowd before anybody gave way");
+  expect(!contention.is_contended(now), "contention before any yield");
   gives_way_for(microseconds(900));
-  expect(!crowd.is_there(now), "a crowd after a rank's turn");
-  milliseconds expected = Crowd::kFirstPause;
+  expect(!contention.is_contended(now), "contention after a short yield");
+  milliseconds expected = ContentionDetector::kFirstPause;
   for (int turn = 0; turn < 10; ++turn) {
     gives_way_for(microseconds(3000));
-    expect(lasts() == expected, "a crowd that stays is looked for at wrong times");
-    expected = std::min(2 * expected, Crowd::kLongestPause);
+    expect(lasts() == expected, "lasting contention is looked for at wrong times");
+    expected = std::min(2 * expected, ContentionDetector::kLongestPause);
   }
-  now += 2 * Crowd::kLongestPause;
+  now += 2 * ContentionDetector::kLongestPause;
   gives_way_for(microseconds(3000));
-  expect(lasts() == Crowd::kFirstPause, "a new crowd counts as the old one");
+  expect(lasts() == ContentionDetector::kFirstPause, "new contention counts as the old one");
 }
 
 // Other programs on every core: ranks whose waits sleep get the right values, in time.
@@ -739,7 +417,7 @@ void check_beside_others() {
 
 // Ranks that fill the machine and all start on one core end up on several, and may still run
 // wherever they might before.
-void check_spread() {
+void check_cpu_placement() {
   cpu_set_t allowed;
   const int cores = static_cast<int>(std::thread::hardware_concurrency());
   if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0 || cores < 2 || cores > 8) {
@@ -752,7 +430,7 @@ void check_spread() {
     CPU_ZERO(&one);
     CPU_SET(first, &one);
     sched_setaffinity(0, sizeof(one), &one);
-    finish(e, *start(e, request(Verb::Barrier)), "barrier on one core");
+    finish(e, *start(e, request(OpType::Barrier)), "barrier on one core");
     sched_setaffinity(0, sizeof(allowed), &allowed);
     for (int i = 0; i < 1000; ++i) {
       check_all_reduce(e, 10, true, i);
@@ -771,15 +449,15 @@ void check_spread() {
 
 int main() {
   for (int size : {1, 2, 3, 4}) {
-    check_everything(size);
+    with_ranks(size, [](Engine& e) { check_everything(e); });
     check_flight(size, true);
     check_flight(size, false);
     check_threads(size);
     check_callbacks(size);
     check_order(size);
   }
-  check_spread();
-  check_crowd();
+  check_cpu_placement();
+  check_contention();
   check_beside_others();
   check_mismatch(2);
   check_mismatch(3);

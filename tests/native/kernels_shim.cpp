@@ -6,6 +6,7 @@
 #include "backends/shm/kernels.h"
 #include "backends/shm/kernels_isa.h"
 
+using namespace c10d_ext;
 using namespace c10d_ext::shm;
 
 #define EXPORT extern "C" __attribute__((visibility("default")))

@@ -22,6 +22,7 @@
 #include <immintrin.h>
 #endif
 
+using namespace c10d_ext;
 using namespace c10d_ext::shm;
 
 namespace {

@@ -1,7 +1,7 @@
-// Processes that hold lifelines, and end in one way or another. Run without arguments it runs every
-// test; with arguments, those named.
+// Processes that hold death_sockets, and end in one way or another. Run without arguments it runs
+// every test; with arguments, those named.
 
-#include "backends/agreement/lifelines.h"
+#include "control/death_sockets.h"
 
 #include <poll.h>
 #include <sys/socket.h>
@@ -15,7 +15,6 @@
 #include "program.h"
 
 using namespace c10d_ext;
-using shm::FdOwner;
 
 namespace {
 
@@ -25,7 +24,7 @@ struct Connection {
 
 Connection connection() {
   std::array<int, 2> fds;
-  const shm::ForkGuard guard;
+  const ForkGuard guard;
   CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, fds.data()) == 0);
   return {FdOwner(fds[0], guard), FdOwner(fds[1], guard)};
 }
@@ -37,24 +36,25 @@ std::vector<FdOwner> list(FdOwner end) {
 }
 
 // The end that was cut, if one is in time.
-std::optional<size_t> wait_for_cut(const Lifelines& lifelines, std::chrono::milliseconds timeout) {
-  pollfd fd{lifelines.fd(), POLLIN, 0};
+std::optional<size_t> wait_for_cut(const DeathSockets& death_sockets,
+                                   std::chrono::milliseconds timeout) {
+  pollfd fd{death_sockets.fd(), POLLIN, 0};
   CHECK(poll(&fd, 1, static_cast<int>(timeout.count())) >= 0);
-  return lifelines.next_cut();
+  return death_sockets.next_cut();
 }
 
 constexpr std::chrono::milliseconds kNothing{200};  // comes in this time where nothing should
 
 // A process that holds the other end, until a word comes.
-pid_t hold(Connection& connection, const std::function<void(std::optional<Lifelines>&)>& then) {
+pid_t hold(Connection& connection, const std::function<void(std::optional<DeathSockets>&)>& then) {
   // A fork closes every FdOwner of this process.
   const int end = dup(connection.theirs.get());
   const pid_t child = start([&] {
     const auto own = [&] {
-      const shm::ForkGuard guard;
+      const ForkGuard guard;
       return FdOwner(end, guard);
     };
-    std::optional<Lifelines> held(std::in_place, list(own()));
+    std::optional<DeathSockets> held(std::in_place, list(own()));
     then(held);
   });
   close(end);
@@ -65,7 +65,7 @@ pid_t hold(Connection& connection, const std::function<void(std::optional<Lifeli
 void who_is_killed_is_noticed() {
   auto line = connection();
   const pid_t child = hold(line, [](auto&) { pause(); });
-  const Lifelines ours(list(std::move(line.ours)));
+  const DeathSockets ours(list(std::move(line.ours)));
   CHECK(!wait_for_cut(ours, kNothing));
   CHECK(kill(child, SIGKILL) == 0);
   CHECK(wait_for_cut(ours, kLong) == size_t{0});
@@ -94,7 +94,7 @@ void what_a_copy_of_the_process_has_open_does_not_hide_it() {
   });
   pid_t copy = 0;
   CHECK(read(pids[0], &copy, sizeof(copy)) == sizeof(copy) && copy > 0);
-  const Lifelines ours(list(std::move(line.ours)));
+  const DeathSockets ours(list(std::move(line.ours)));
   const auto cut = wait_for_cut(ours, kLong);
   CHECK(kill(copy, SIGKILL) == 0);
   CHECK(cut == size_t{0});
@@ -110,7 +110,7 @@ void who_leaves_is_not_missed() {
     held.reset();
     raise(SIGKILL);
   });
-  const Lifelines ours(list(std::move(line.ours)));
+  const DeathSockets ours(list(std::move(line.ours)));
   finish(child);
   CHECK(!wait_for_cut(ours, kNothing));
 }
@@ -123,7 +123,7 @@ void what_does_not_end_in_good_order_is_cut() {
   ends.emplace_back();  // not open
   ends.push_back(std::move(exits.ours));
   ends.push_back(std::move(talks.ours));
-  const Lifelines ours(std::move(ends));
+  const DeathSockets ours(std::move(ends));
   CHECK(wait_for_cut(ours, kLong) == size_t{2});
   CHECK(write(talks.theirs.get(), "?", 1) == 1);
   CHECK(wait_for_cut(ours, kLong) == size_t{3});
@@ -138,9 +138,9 @@ void leaving_says_so_on_every_line() {
     std::vector<FdOwner> ends;
     ends.push_back(std::move(first.ours));
     ends.push_back(std::move(second.ours));
-    const Lifelines ours(std::move(ends));
+    const DeathSockets ours(std::move(ends));
   }
-  const Lifelines one(list(std::move(first.theirs))), other(list(std::move(second.theirs)));
+  const DeathSockets one(list(std::move(first.theirs))), other(list(std::move(second.theirs)));
   CHECK(!wait_for_cut(one, kNothing));
   CHECK(!wait_for_cut(other, kNothing));
 }

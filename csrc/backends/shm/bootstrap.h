@@ -13,24 +13,11 @@
 #include <string>
 #include <vector>
 
+#include "base/errors.h"
+#include "control/process.h"
+#include "control/store.h"
+
 namespace c10d_ext::shm {
-
-// What a failure says about the group besides itself: "(rank 1/4, group 'tp')".
-struct Place {
-  int rank;
-  int size;
-  std::string group;
-  std::string text() const;
-};
-
-// What is needed of c10d::Store. `get` is called for keys that `has` has seen, so it need not wait.
-struct KeyValueStore {
-  std::function<void(const std::string& key, const std::string& value)> set;
-  std::function<std::string(const std::string& key, std::chrono::milliseconds timeout)> get;
-  std::function<bool(const std::string& key)> has;
-  // When set: called at least every 10 ms while a join waits. It may throw, which ends the join.
-  std::function<void()> interrupt;
-};
 
 // A stretch of memory shared by the ranks: zeroed, of fixed size, without a name anywhere.
 class Mapping {
@@ -62,11 +49,6 @@ class Mapping {
   std::byte* data_;
   size_t bytes_;
   int fd_;
-};
-
-struct Peer {
-  int pid = 0;
-  uint64_t start_time = 0;  // field 22 of /proc/<pid>/stat: tells a reused pid; 0: not known
 };
 
 // This rank's end of a group: the memory, and what tells that a peer is gone. Destroying it (or the
@@ -108,17 +90,5 @@ struct Joined {
 // this rank cannot share memory, where that is known.
 Joined join(const KeyValueStore& store, int rank, int size, size_t bytes,
             std::chrono::milliseconds timeout, const std::string& cannot = {});
-
-// The state of a peer's process for error texts: "running", "sleeping", "stopped", "zombie",
-// "dead", from /proc; "unknown" where that cannot be read.
-std::string process_state(const Peer& peer);
-
-// Whether it has ended, as far as can be seen.
-bool has_ended(const Peer& peer);
-
-// Grows by one in a forked child. What was made under another value belongs to the parent: it must
-// not be used, only dropped. In the child every descriptor of every membership is closed at once,
-// so that it does not keep its parent alive in the peers' eyes.
-uint64_t fork_generation();
 
 }  // namespace c10d_ext::shm

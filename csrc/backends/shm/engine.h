@@ -15,51 +15,11 @@
 
 #include "backends/shm/bootstrap.h"
 #include "backends/shm/kernels.h"
+#include "base/errors.h"
+#include "base/fingerprint.h"
+#include "base/types.h"
 
 namespace c10d_ext::shm {
-
-enum class Verb : uint8_t {
-  Barrier,
-  AllReduce,
-  Reduce,
-  Broadcast,
-  AllGather,
-  ReduceScatter,
-  AllToAll,
-  Gather,
-  Scatter,
-  Send,
-  Recv,
-  SparseAllReduce,
-};
-
-std::string_view name_of(Verb verb);
-
-// "every rank must ..., got a on ranks 0 and 2, b on rank 1 in collective 7": what ranks 0, 1, ...
-// have said that do not agree.
-std::string text_of_difference(size_t ranks, uint64_t seq,
-                               const std::function<bool(size_t, size_t)>& agree,
-                               const std::function<std::string(size_t)>& said);
-
-// "what is sent must be what is received, got ...": of a message that does not fit its receiver's
-// tensor.
-std::string text_of_misfit(int from, uint64_t sent, DType sent_dtype, int to, uint64_t expected,
-                           DType expected_dtype, int64_t tag);
-
-// "the wait must end within ...": of one whose own timeout has passed. `who` names the ranks that
-// are awaited, as far as is known.
-std::string text_of_impatience(std::chrono::milliseconds timeout, const std::string& who);
-
-// What is compared of several shapes (0: none yet), and one more. Shapes that are all the same,
-// with up to 6 dimensions that are not too large for 60 bits, stand for themselves, others are
-// hashed.
-uint64_t add_shape(uint64_t shapes, const int64_t* sizes, size_t dimensions);
-// Whether they do, where both are told.
-bool shapes_agree(uint64_t first, uint64_t second);
-// "[2, 4]", or "hash 1f2e"; empty where there is none.
-std::string text_of_shapes(uint64_t shapes);
-// Of calls that travel together.
-uint64_t join_shapes(uint64_t first, uint64_t second);
 
 struct Piece {
   std::byte* data;
@@ -71,10 +31,11 @@ using Buffer = std::vector<Piece>;
 
 size_t bytes_of(const Buffer& buffer);
 
-// What a rank asks for. Sources are read and targets written until the operation is done; a target
-// may be the very same memory as this rank's own source, apart from that nothing overlaps.
+// One collective or message, as one rank requests it. Sources are read and targets written until
+// the operation is done. A target may be exactly the memory of this rank's own source; apart from
+// that nothing overlaps.
 //
-//   verb           sources                        targets
+//   type           sources                        targets
 //   Barrier        -                              -
 //   AllReduce      1                              1, same sizes
 //   Reduce         1                              1 on root, else 0
@@ -89,10 +50,11 @@ size_t bytes_of(const Buffer& buffer);
 //
 //   SparseAllReduce  1, known when it begins      N, from room(): what rank p sent
 //
-// AllGather, ReduceScatter, AllToAll, Gather and Scatter take parts of different sizes, and so does
-// SparseAllReduce, whose ranks need not know them: it adds nothing up.
+// AllGather, ReduceScatter, AllToAll, Gather and Scatter take parts of different sizes. So does
+// SparseAllReduce, which gathers the parts without reducing them, and whose ranks need not know the
+// sizes.
 struct Request {
-  Verb verb = Verb::Barrier;
+  OpType type = OpType::Barrier;
   // The elements; sizes are in bytes everywhere.
   DType dtype = DType::Bytes;
   ReduceOp reduce_op = ReduceOp::None;
@@ -104,27 +66,19 @@ struct Request {
   std::vector<Buffer> targets;
   // Compared across ranks under Settings::strict; see add_shape().
   uint64_t shapes = 0;
-  // Compared always: the bytes of each tensor, where several travel together.
+  // Compared, where the ranks give one: the line that called the collective. Its end counts where
+  // it is too long.
+  std::string call_site;
+  // Always compared: the bytes of each tensor, where several are sent as one collective.
   std::vector<uint64_t> members;
-  // Of a SparseAllReduce, which compares it, and `shapes`, always.
+  // Of a SparseAllReduce, which always compares it and `shapes`.
   int sparse_dims = 0;
-  // Of a SparseAllReduce: makes its targets, given the bytes of each rank's source. Called as
-  // Operation::on_begin() is.
+  // Of a SparseAllReduce: allocates its targets, given the bytes of each rank's source. Called
+  // under the conditions of Operation::on_begin().
   std::function<std::vector<Buffer>(const std::vector<uint64_t>& bytes)> room;
-  // Whether the caller may go on to something else. If not, the thread that waits does the work and
-  // the progress thread is left asleep.
+  // Whether the caller may do something else before it waits. If not, the thread that waits drives
+  // the operation, and the progress thread is not woken.
   bool async = true;
-};
-
-struct Failure {
-  enum class Kind : uint8_t { RankLost, Timeout, Mismatch, Closed };
-  Kind kind;
-  // The whole text, "(rank 1/4, group 'tp')" included.
-  std::string text;
-  // The ranks at fault: lost, missing, or those that disagree with rank 0.
-  std::vector<int> ranks;
-  std::string op;
-  uint64_t seq = 0;
 };
 
 class Engine;
@@ -136,12 +90,14 @@ class Operation {
   explicit Operation(Request r, std::chrono::milliseconds t) : request(std::move(r)), timeout(t) {}
   virtual ~Operation() = default;
 
-  // All are called once, by the thread that drives the engine, and may not throw, but for
-  // on_begin() of a collective, which ends the group then.
-  // Under the engine's lock, and so in the order of collectives; must not take the GIL nor use the
-  // engine. When the work begins: nothing has been read, of the request neither.
+  // The thread that drives the engine calls each of them once. They must not throw, except for
+  // on_begin() of a collective, which ends the group by throwing.
+  //
+  // When the operation begins, before the request or any data is read. Called under the engine's
+  // lock, and so in the order of collectives: must not take the GIL nor use the engine.
   virtual void on_begin() {}
-  // When all has been written, and the next one has not begun. Not of what has failed.
+  // When all data has been written, before the next collective begins. Under the engine's lock,
+  // too. Not called for an operation that failed.
   virtual void on_arrived() {}
   // Before the operation counts as done, without locks. `failure` is null on success.
   virtual void on_done(const Failure* failure) {
@@ -165,7 +121,7 @@ class Operation {
   Clock::duration duration() const {
     return ended_ - begun_;
   }
-  // As good as new, for a caller who alone still has it.
+  // Resets the operation for another use, by its only owner.
   void renew() {
     done_.store(false, std::memory_order_relaxed);
     failure_.reset();
@@ -179,6 +135,7 @@ class Operation {
 
  private:
   friend class Engine;
+  friend class Scheduler;
   std::atomic<bool> done_{false};
   std::optional<Failure> failure_;
   uint64_t seq_ = 0;
@@ -188,24 +145,27 @@ class Operation {
 };
 
 struct Settings {
-  std::string group = "default";              // for texts
+  std::string group = "default";              // for error texts
   std::chrono::microseconds inline_time{20};  // how long submit() itself works at an operation
   std::chrono::microseconds spin_time{100};   // busy waiting before sleeping
   bool progress_thread = true;
   bool strict = false;  // compare shapes too, not only element counts
-  // When given, by rank: words of the shared memory that the kernel marks with FUTEX_OWNER_DIED
-  // when a rank's process begins to end, and then wakes who sleeps on them (peer_lost() may come
-  // much later).
+  // How the choice of algorithms is overridden: see select.h. The same on all ranks, or collectives
+  // end with a mismatch.
+  std::string algorithms;
+  // By rank, or empty: words of the shared memory that the kernel marks with FUTEX_OWNER_DIED when
+  // the rank's process begins to end; it then wakes one sleeper (peer_lost() may come much later).
   std::vector<std::atomic<uint32_t>*> pulses;
 };
 
-// Thread safe. Collectives run in the order of submission; sends and receives beside them.
+// Thread safe. Collectives run in the order of submission; sends and receives run beside them.
 class Engine {
  public:
   // The size of the mapping for a group; `arena` bytes per rank carry the data.
   static size_t mapping_bytes(int size, size_t arena);
 
-  // `arena` as given to mapping_bytes().
+  // `arena` as given to mapping_bytes(). Throws std::invalid_argument where `settings.algorithms`
+  // is not what parse_rules() takes.
   Engine(std::shared_ptr<Mapping> mapping, size_t arena, int rank, int size,
          std::vector<Peer> peers, Settings settings);
   // close()s.
@@ -213,33 +173,33 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // Starts an operation and works at it for a short bounded time. Never throws: whatever goes wrong
-  // ends the operation with a failure.
+  // Starts an operation and drives it for a short bounded time. Never throws: an error ends the
+  // operation with a failure.
   void submit(const std::shared_ptr<Operation>& operation);
 
-  // Blocks until the operation is done, working at it. False: not done within `timeout` (none: the
-  // operation's own timeout ends it). `interrupt` is called about every 50 ms and may throw; the
-  // operation goes on in the background then.
+  // Drives the operation until it is done. False: not done within `timeout` (none: the operation's
+  // own timeout ends it). `interrupt` is called about every 50 ms and may throw; then the operation
+  // continues in the background.
   bool wait(Operation& operation, std::optional<std::chrono::milliseconds> timeout,
             const std::function<void()>& interrupt);
 
-  // The ranks that an operation which is not done waits for, as far as is known here, and a text
-  // that names them with their states.
+  // The ranks for which a pending operation waits, as far as this rank knows, and a text that names
+  // them with the states of their processes.
   std::pair<std::vector<int>, std::string> awaited(const Operation& operation) const;
 
-  // Said by the watcher. Operations that need the rank fail, now and later.
+  // The watcher reports a lost rank. Operations that need it fail, now and later.
   void peer_lost(int rank);
 
-  // Fails everything that is pending, here and on all other ranks, now and later.
+  // Fails all operations, pending and future ones, on this rank and on all others.
   void abort(const std::string& why);
 
-  // Ends what is pending, for at most `grace`, then leaves: the threads are gone when it returns.
-  // Idempotent.
+  // Drives pending operations for at most `grace`, fails the rest, and leaves the group. The
+  // threads are gone when it returns. Idempotent.
   void close(std::chrono::milliseconds grace = std::chrono::milliseconds(0));
 
   // Collectives submitted so far.
   uint64_t seq() const;
-  // Why nothing can run here any more (a lost rank, a timeout, an abort), or null.
+  // Why the group can run no more operations (a lost rank, a timeout, an abort), or null.
   std::shared_ptr<const Failure> broken() const;
   int rank() const;
   int size() const;

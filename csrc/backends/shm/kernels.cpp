@@ -15,48 +15,6 @@
 namespace c10d_ext::shm {
 namespace {
 
-enum class Kind : uint8_t { Bool, Integer, Floating, Complex, Opaque };
-
-struct DTypeInfo {
-  std::string_view name;
-  size_t size;
-  Kind kind;
-};
-
-// In the order of the enumerators.
-constexpr std::array kDTypes{
-    DTypeInfo{"bool", 1, Kind::Bool},
-    DTypeInfo{"uint8", 1, Kind::Integer},
-    DTypeInfo{"int8", 1, Kind::Integer},
-    DTypeInfo{"int16", 2, Kind::Integer},
-    DTypeInfo{"uint16", 2, Kind::Integer},
-    DTypeInfo{"int32", 4, Kind::Integer},
-    DTypeInfo{"uint32", 4, Kind::Integer},
-    DTypeInfo{"int64", 8, Kind::Integer},
-    DTypeInfo{"uint64", 8, Kind::Integer},
-    DTypeInfo{"float16", 2, Kind::Floating},
-    DTypeInfo{"bfloat16", 2, Kind::Floating},
-    DTypeInfo{"float32", 4, Kind::Floating},
-    DTypeInfo{"float64", 8, Kind::Floating},
-    DTypeInfo{"complex32", 4, Kind::Complex},
-    DTypeInfo{"complex64", 8, Kind::Complex},
-    DTypeInfo{"complex128", 16, Kind::Complex},
-    DTypeInfo{"float8_e4m3fn", 1, Kind::Floating},
-    DTypeInfo{"float8_e4m3fnuz", 1, Kind::Floating},
-    DTypeInfo{"float8_e5m2", 1, Kind::Floating},
-    DTypeInfo{"float8_e5m2fnuz", 1, Kind::Floating},
-    DTypeInfo{"bytes", 1, Kind::Opaque},
-};
-static_assert(kDTypes.size() == static_cast<size_t>(DType::Bytes) + 1);
-
-constexpr std::array<std::string_view, 10> kReduceOps{
-    "sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum", "none"};
-static_assert(kReduceOps.size() == static_cast<size_t>(ReduceOp::None) + 1);
-
-const DTypeInfo& info(DType dtype) {
-  return kDTypes[static_cast<size_t>(dtype)];
-}
-
 // Rounding to nearest, subnormals kept: what a thread may have switched off (flush to zero) must
 // not make its results differ from those of other ranks and threads.
 class DefaultFloatingPoint {
@@ -148,44 +106,6 @@ const InstructionSet& current() {
 std::atomic<bool> e4m3fn_saturates = true;
 
 }  // namespace
-
-size_t size_of(DType dtype) {
-  return info(dtype).size;
-}
-
-std::string_view name_of(DType dtype) {
-  return info(dtype).name;
-}
-
-std::string_view name_of(ReduceOp op) {
-  return kReduceOps[static_cast<size_t>(op)];
-}
-
-bool has_meaning(ReduceOp op, DType dtype) {
-  const Kind kind = info(dtype).kind;
-  if (kind == Kind::Opaque) {
-    return false;
-  }
-  switch (op) {
-    case ReduceOp::Sum:
-    case ReduceOp::Product:
-      return true;
-    case ReduceOp::Avg:
-      return kind == Kind::Floating || kind == Kind::Complex;
-    case ReduceOp::Min:
-    case ReduceOp::Max:
-      return kind != Kind::Complex;
-    case ReduceOp::Band:
-    case ReduceOp::Bor:
-    case ReduceOp::Bxor:
-      return kind == Kind::Integer || kind == Kind::Bool;
-    case ReduceOp::PremulSum:
-      return kind != Kind::Bool;
-    case ReduceOp::None:
-      return false;
-  }
-  return false;
-}
 
 void set_float8_e4m3fn_saturates(bool saturates) {
   e4m3fn_saturates.store(saturates, std::memory_order_relaxed);

@@ -7,43 +7,9 @@
 #include <cstdint>
 #include <string_view>
 
+#include "base/types.h"
+
 namespace c10d_ext::shm {
-
-enum class DType : uint8_t {
-  Bool,
-  UInt8,
-  Int8,
-  Int16,
-  UInt16,
-  Int32,
-  UInt32,
-  Int64,
-  UInt64,
-  Half,
-  BFloat16,
-  Float,
-  Double,
-  ComplexHalf,
-  ComplexFloat,
-  ComplexDouble,
-  Float8_e4m3fn,
-  Float8_e4m3fnuz,
-  Float8_e5m2,
-  Float8_e5m2fnuz,
-  // Anything else: moved, never reduced. Counted in bytes.
-  Bytes,
-};
-
-enum class ReduceOp : uint8_t { Sum, Avg, Product, Min, Max, Band, Bor, Bxor, PremulSum, None };
-
-size_t size_of(DType dtype);
-std::string_view name_of(DType dtype);
-std::string_view name_of(ReduceOp op);
-
-// Whether `op` has a meaning for `dtype`: avg for floating and complex ones, min and max for
-// ordered ones, band, bor and bxor for integers and bool, premul_sum for all but bool. float8 has
-// all that floats have. Sum and max of bool are `or`, product and min are `and`.
-bool has_meaning(ReduceOp op, DType dtype);
 
 // The number each rank's values are multiplied with before they are summed (premul_sum).
 struct Factor {

@@ -1,6 +1,6 @@
 #pragma once
 
-// Where everything lies in the memory that the ranks of a group share, and who writes it.
+// The layout of the memory that the ranks of a group share, and which rank writes what.
 
 #include <atomic>
 #include <cstddef>
@@ -8,8 +8,9 @@
 
 namespace c10d_ext::shm {
 
-// Two cache lines: x86 fetches them in pairs.
-constexpr size_t kApart = 128;
+// What different ranks write is this far apart, against false sharing: x86 prefetches cache lines
+// in pairs.
+constexpr size_t kCacheLinePair = 128;
 constexpr size_t kPage = 4096;
 
 constexpr size_t round_up(size_t value, size_t unit) {
@@ -19,56 +20,62 @@ constexpr size_t round_up(size_t value, size_t unit) {
 static_assert(std::atomic<uint64_t>::is_always_lock_free &&
               std::atomic<uint32_t>::is_always_lock_free);
 
-// What a rank says about the collective it has entered. Peers copy it and compare the copy with
-// their own before they touch data; nothing in it is ever used as a bound or an index.
+// What a rank announces about the collective it has entered. Peers copy the header and compare the
+// copy with their own before they touch data; nothing in it is used as a bound or an index.
 struct CollectiveHeader {
   uint64_t seq;
-  uint8_t verb;
+  uint8_t type;
   uint8_t dtype;
   uint8_t reduce_op;
-  // The parts all have `bytes` bytes, as far as this rank knows; otherwise the tables tell.
+  // 1: all parts of this rank have `bytes` bytes. 0: the table of sizes has them.
   uint8_t even;
   int32_t root;
   uint64_t bytes;
   uint64_t shapes;
   double factor_real;
   double factor_imaginary;
-  // Of a call with several tensors: how many, and their sizes, in elements, as a shape. Of a sparse
-  // one: its sparse dimensions, and its shape.
-  uint64_t members;
+  // Of a call with several tensors: their number, and their sizes in elements, encoded as a shape.
+  // Of a sparse all_reduce: its sparse dimensions, and its shape.
+  uint32_t members;
+  // Selection::digest(): ranks must choose the same algorithms.
+  uint32_t algorithms;
   uint64_t members_sizes;
 };
 static_assert(sizeof(CollectiveHeader) == 64);
 
-// The words of one rank that others wait for or ring.
+// The words of one rank on which other ranks wait, or that they ring.
 struct Control {
-  // How far the rank has come: (collective << kStepBits) | step. Only ever grows. Written by the
-  // rank, polled by the others.
-  alignas(kApart) std::atomic<uint64_t> stage;
-  // The core it was last seen on, plus 1; 0: not known. Only a hint.
+  // The progress of the rank: (collective << kStepBits) | step. Only grows. Written by the rank,
+  // polled by the others.
+  alignas(kCacheLinePair) std::atomic<uint64_t> stage;
+  // The core on which the rank last ran, plus 1; 0: not known. A hint for CpuPlacement.
   std::atomic<int32_t> cpu;
-  // Rung by anyone (add one, then futex wake) when `sleepers` is not 0. Threads of the rank sleep
-  // on it.
-  alignas(kApart) std::atomic<uint32_t> bell;
+  // A futex on which the rank's threads sleep. Any rank rings it (adds one, then wakes) when
+  // `sleepers` is not 0.
+  alignas(kCacheLinePair) std::atomic<uint32_t> bell;
   std::atomic<uint32_t> sleepers;
-  // Set when the rank left in good order, for texts.
-  alignas(kApart) std::atomic<uint32_t> left;
+  // 1 once the rank has destroyed the group in good order.
+  alignas(kCacheLinePair) std::atomic<uint32_t> left;
+  // How the rank overrides the choice of algorithms, for texts; ends with a zero. Written before
+  // the rank enters its first collective.
+  static constexpr size_t kMaxOverrides = 252;
+  char overrides[kMaxOverrides];
 };
 
-// The first failure that one rank makes everybody's: an abort or a collective that timed out.
+// The first failure that ends the group on all ranks: an abort, or a collective that timed out.
 struct Poison {
-  // 0: none, 1: being written, 2: valid.
+  // 0: no failure, 1: a rank writes it, 2: valid.
   std::atomic<uint32_t> state;
   uint32_t kind;
   int32_t rank;
-  uint32_t verb;
+  uint32_t type;
   uint64_t seq;
-  // Up to 256 ranks at fault.
+  // The ranks at fault, a bit each.
   uint64_t ranks[4];
 };
 
 struct Header {
-  alignas(kApart) Poison poison;
+  alignas(kCacheLinePair) Poison poison;
 };
 
 // A message announced by a sender.
@@ -80,30 +87,30 @@ struct Envelope {
 };
 static_assert(sizeof(Envelope) == 64);
 
-// One direction of one pair of ranks. The sender announces, the receiver chooses among what is
-// announced and grants, then the data flows through the two halves of the mailbox' buffer. Each
-// counter has one writer.
+// Messages of one rank to another. The sender announces envelopes; the receiver matches one of them
+// with a receive and grants it; then the data flows through the two halves of the mailbox' buffer.
+// Each counter has one writer.
 struct Mailbox {
   static constexpr size_t kEnvelopes = 16;
   static constexpr size_t kHalves = 2;
 
   // Written by the sender.
-  alignas(kApart) std::atomic<uint64_t> announced;
+  alignas(kCacheLinePair) std::atomic<uint64_t> announced;
   std::atomic<uint64_t> produced;
-  // The last `granted` that the sender has seen. The receiver grants no more before that.
+  // The last `granted` that the sender has seen. The receiver grants the next message after that.
   std::atomic<uint64_t> noticed;
   // Written by the receiver.
-  alignas(kApart) std::atomic<uint64_t> accepted;
+  alignas(kCacheLinePair) std::atomic<uint64_t> accepted;
   std::atomic<uint64_t> consumed;
-  // 2 * (number of the message + 1), plus 1 when it was refused for its size or dtype.
+  // 2 * (number of the message + 1), plus 1 when the receiver refused it for its size or dtype.
   std::atomic<uint64_t> granted;
   uint64_t wanted_bytes;
   uint64_t wanted_dtype;
-  alignas(kApart) Envelope envelopes[kEnvelopes];
+  alignas(kCacheLinePair) Envelope envelopes[kEnvelopes];
 };
 
 constexpr int kStepBits = 24;
-// Steps of every collective: entered it, and nothing left to do for others.
+// Steps of every collective: the rank has entered it; it has nothing left to do for other ranks.
 constexpr uint64_t kArrived = 1;
 constexpr uint64_t kDone = (uint64_t{1} << kStepBits) - 1;
 
@@ -116,14 +123,16 @@ class Layout {
  public:
   static constexpr int kMaxSize = 256;
   static constexpr size_t kMinArena = size_t{256} << 10;
+  // Its text, cut to fit.
+  static constexpr size_t kCallSiteBytes = kCacheLinePair;
 
   Layout(int size, size_t arena) : size_(static_cast<size_t>(size)), arena_(arena) {
-    tables_ = round_up(sizeof(Control), kApart);
-    eager_ = round_up(tables_ + 2 * 2 * size_ * sizeof(uint64_t), kApart);
-    eager_bytes_ = arena / 8 < kMaxEager ? arena / 8 / kApart * kApart : kMaxEager;
-    eager_stride_ = round_up(sizeof(CollectiveHeader) + eager_bytes_, kPage) + kApart;
+    tables_ = round_up(sizeof(Control), kCacheLinePair);
+    eager_ = round_up(tables_ + 2 * 2 * size_ * sizeof(uint64_t), kCacheLinePair);
+    eager_bytes_ = arena / 8 < kMaxEager ? arena / 8 / kCacheLinePair * kCacheLinePair : kMaxEager;
+    eager_stride_ = round_up(sizeof(CollectiveHeader) + eager_bytes_, kPage) + kCacheLinePair;
     mail_ = round_up(eager_ + 2 * eager_stride_, kPage);
-    half_bytes_ = arena / 8 / size_ / Mailbox::kHalves / kApart * kApart;
+    half_bytes_ = arena / 8 / size_ / Mailbox::kHalves / kCacheLinePair * kCacheLinePair;
     half_bytes_ = half_bytes_ < kMinHalf   ? kMinHalf
                   : half_bytes_ > kMaxHalf ? kMaxHalf
                                            : half_bytes_;
@@ -144,15 +153,19 @@ class Layout {
     return control(rank) + tables_ +
            ((seq & 1) * 2 + static_cast<size_t>(direction)) * size_ * sizeof(uint64_t);
   }
-  // The header of a collective, followed at once by room for eager_bytes() of data. One for
-  // even and one for odd collectives: see Team::eager. Two ranks trade places every time: a rank
-  // writes where it has read last, lines of the cache that it has already.
+  // The header of a collective, directly followed by room for eager_bytes() of data. There is one
+  // for even and one for odd collectives: see GroupMemory::eager. Two ranks swap places each time,
+  // so that a rank writes to the cache lines that it read last, which its cache still holds.
   size_t header(int rank, uint64_t seq) const {
     const int place = size_ == 2 ? rank ^ static_cast<int>(seq >> 1 & 1) : rank;
     return control(place) + eager_ + (seq & 1) * eager_stride_;
   }
   size_t eager_bytes() const {
     return eager_bytes_;
+  }
+  // Where a rank says from which line it has called a collective: in the gap behind its data.
+  size_t call_site(int rank, uint64_t seq) const {
+    return header(rank, seq) + eager_stride_ - kCallSiteBytes;
   }
   size_t mailbox(int from, int to) const {
     return control(from) + mail_ + static_cast<size_t>(to) * mail_stride_;
@@ -168,7 +181,7 @@ class Layout {
   }
 
  private:
-  // 256 KiB gain nothing more, and take from the room for large data.
+  // 256 KiB are no faster, and leave less memory for large data.
   static constexpr size_t kMaxEager = size_t{128} << 10;
   static constexpr size_t kMinHalf = 1024;
   static constexpr size_t kMaxHalf = size_t{64} << 10;

@@ -12,14 +12,12 @@
 #include <array>
 #include <cerrno>
 #include <cstddef>
-#include <fstream>
-#include <sstream>
 #include <stdexcept>
 #include <system_error>
 #include <unordered_map>
 #include <utility>
 
-#include "backends/quiet_thread.h"
+#include "base/signal_masked_thread.h"
 
 namespace c10d_ext::shm {
 
@@ -31,44 +29,15 @@ namespace {
 
 class Watcher;
 
-struct Process {
-  // Guards the rest and the watcher's table. Held across fork(), so that the child finds all of it
-  // consistent; nothing blocks while it is held.
-  std::mutex mutex;
-  std::vector<int> descriptors;
-  std::shared_ptr<Watcher> watcher;
-  std::atomic<uint64_t> generation{0};
-};
-
-Process& process();
-
-void before_fork() {
-  process().mutex.lock();
-}
-
-void after_fork_in_parent() {
-  process().mutex.unlock();
-}
-
-void after_fork_in_child() {
-  auto& p = process();
-  for (const int fd : p.descriptors) {
-    close(fd);
-  }
-  p.descriptors.clear();
-  p.generation.fetch_add(1, std::memory_order_relaxed);
-  // The watcher's thread is not here; its memory stays with the memberships it served.
-  p.watcher.reset();
-  p.mutex.unlock();
-}
-
-Process& process() {
+// That of this process. Guarded by a ForkGuard.
+std::shared_ptr<Watcher>& watcher_of_this_process() {
   // Never destroyed: the watcher's thread runs until the very end of the process.
-  static auto* const it = [] {
-    pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
-    return new Process();
+  static auto* const instance = [] {
+    // In a child its thread is not there; its memory stays with the memberships it served.
+    at_fork_in_child([] { watcher_of_this_process().reset(); });
+    return new std::shared_ptr<Watcher>();
   }();
-  return *it;
+  return *instance;
 }
 
 // The thread that polls the pipes of all memberships of this process. Lives from the first watch()
@@ -91,7 +60,7 @@ class Watcher : public std::enable_shared_from_this<Watcher> {
     }
     auto self = std::make_unique<std::shared_ptr<Watcher>>(shared_from_this());
     const int error = [&] {
-      const Quiet quiet;
+      const SignalMask quiet;
       return pthread_create(&thread_, nullptr, &Watcher::main, self.get());
     }();
     if (error != 0) {
@@ -270,7 +239,7 @@ class Member : public Membership {
     on_lost_ = std::move(on_lost);
     std::shared_ptr<Watcher> watcher;  // outlives the guard: its destructor takes one itself
     const ForkGuard guard;
-    watcher = process().watcher;
+    watcher = watcher_of_this_process();
     const bool first = !watcher;
     if (first) {
       watcher = std::make_shared<Watcher>(guard);
@@ -279,7 +248,7 @@ class Member : public Membership {
     if (first) {
       watcher->start(guard);
     }
-    process().watcher = watcher_ = watcher;
+    watcher_of_this_process() = watcher_ = watcher;
   }
 
   std::vector<std::atomic<uint32_t>*> pulses() const override {
@@ -306,7 +275,7 @@ class Member : public Membership {
         last = watcher_->remove(this, pulse(rank_), guard);
       }
       if (last) {
-        process().watcher.reset();
+        watcher_of_this_process().reset();
       }
     }
     watcher_->settle();
@@ -333,108 +302,6 @@ class Member : public Membership {
 };
 
 }  // namespace
-
-uint64_t fork_generation() {
-  return process().generation.load(std::memory_order_relaxed);
-}
-
-ForkGuard::ForkGuard() : lock_(process().mutex) {}
-
-FdOwner::FdOwner(int fd, const ForkGuard&) : fd_(fd), generation_(fork_generation()) {
-  if (fd_ >= 0) {
-    process().descriptors.push_back(fd_);
-  }
-}
-
-FdOwner::~FdOwner() {
-  if (fd_ < 0 || generation_ != fork_generation()) {
-    return;
-  }
-  const ForkGuard guard;
-  std::erase(process().descriptors, fd_);
-  close(fd_);
-}
-
-FdOwner::FdOwner(FdOwner&& other) noexcept
-    : fd_(std::exchange(other.fd_, -1)), generation_(other.generation_) {}
-
-FdOwner& FdOwner::operator=(FdOwner&& other) noexcept {
-  std::swap(fd_, other.fd_);
-  std::swap(generation_, other.generation_);
-  return *this;
-}
-
-Pipe Pipe::open() {
-  int fds[2];
-  const ForkGuard guard;
-  if (pipe2(fds, O_CLOEXEC) < 0) {
-    fail(errno, "cannot create a pipe");
-  }
-  return {FdOwner(fds[0], guard), FdOwner(fds[1], guard)};
-}
-
-namespace {
-
-struct Stat {
-  char state = '?';
-  uint64_t start_time = 0;
-};
-
-std::optional<Stat> read_stat(const std::string& process) {
-  std::ifstream file("/proc/" + process + "/stat");
-  std::string line;
-  if (!std::getline(file, line)) {
-    return std::nullopt;
-  }
-  // The second field is the program's name in brackets, which may hold anything.
-  std::istringstream fields(line.substr(line.rfind(')') + 1));
-  Stat stat;
-  fields >> stat.state;
-  std::string skipped;
-  for (int field = 4; field < 22; ++field) {
-    fields >> skipped;
-  }
-  fields >> stat.start_time;
-  return fields ? std::optional(stat) : std::nullopt;
-}
-
-}  // namespace
-
-Peer this_process() {
-  const auto stat = read_stat("self");
-  return {static_cast<int>(getpid()), stat ? stat->start_time : 0};
-}
-
-std::string process_state(const Peer& peer) {
-  if (peer.start_time == 0) {
-    return "unknown";
-  }
-  const auto stat = read_stat(std::to_string(peer.pid));
-  if (!stat) {
-    return read_stat("self") ? "dead" : "unknown";
-  }
-  if (stat->start_time != peer.start_time) {
-    return "dead";
-  }
-  switch (stat->state) {
-    case 'R':
-      return "running";
-    case 'T':
-    case 't':
-      return "stopped";
-    case 'Z':
-      return "zombie";
-    case 'X':
-      return "dead";
-    default:
-      return "sleeping";
-  }
-}
-
-bool has_ended(const Peer& peer) {
-  const auto state = process_state(peer);
-  return state == "zombie" || state == "dead";
-}
 
 size_t with_pulses(size_t bytes, int size) {
   const size_t aligned = (bytes + alignof(Pulse) - 1) / alignof(Pulse) * alignof(Pulse);

@@ -1,7 +1,7 @@
 #pragma once
 
-// What bootstrap.cpp needs of liveness.cpp: descriptors that do not outlive a fork, and memberships
-// made of them.
+// What bootstrap.cpp needs of liveness.cpp: memberships made of descriptors that do not
+// outlive a fork.
 //
 // Each rank holds the only write end of a pipe, and every peer a read end of it. When the rank's
 // process ends, however it ends, the kernel closes the write end, and the peers' polls say so.
@@ -12,52 +12,11 @@
 // memory, which is only ever waited for to hear of that.
 
 #include <atomic>
-#include <mutex>
 #include <vector>
 
 #include "backends/shm/bootstrap.h"
 
 namespace c10d_ext::shm {
-
-// While one exists no thread of this process can fork. Keep it for as long as it takes to open a
-// descriptor and to own it, never across a wait.
-class ForkGuard {
- public:
-  ForkGuard();
-
- private:
-  std::lock_guard<std::mutex> lock_;
-};
-
-// Owns a descriptor that is closed at once in forked children.
-class FdOwner {
- public:
-  FdOwner() = default;
-  // Owns `fd` (-1: nothing), opened under `guard`.
-  FdOwner(int fd, const ForkGuard& guard);
-  ~FdOwner();
-  FdOwner(FdOwner&& other) noexcept;
-  FdOwner& operator=(FdOwner&& other) noexcept;
-
-  int get() const {
-    return fd_;
-  }
-  explicit operator bool() const {
-    return fd_ >= 0;
-  }
-
- private:
-  int fd_ = -1;
-  uint64_t generation_ = 0;
-};
-
-struct Pipe {
-  FdOwner read_end, write_end;
-  static Pipe open();
-};
-
-// This process, as a peer sees it.
-Peer this_process();
 
 struct alignas(64) Pulse {
   void* next = nullptr;  // the kernel's list of the owner's locks

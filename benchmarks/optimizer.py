@@ -1,0 +1,165 @@
+"""What the communication optimizer makes of 12 programs, by its cost model, and how long it takes.
+
+    python benchmarks/optimizer.py [--ranks 4] [--scaling] [--measure]
+
+No ranks are needed but for ``--measure``, which runs small forms of some programs on two ranks, the
+old graph and the new one in turns. The programs are traced in a fake world. Three links, by rule:
+what they send takes as long as the rank computes (balanced), three times that (bandwidth), or the
+same in latency alone (latency). Shares are of what can be hidden: (serial - step) / (serial -
+bound), where no order takes less than the bound (`lower_bound` in
+torch_c10d_ext/optimizer/_simulate.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks import optimizer_programs
+from benchmarks.optimizer_programs import (
+    PROGRAMS,
+    ddp_mlp,
+    fsdp_step,
+    sequence_parallel,
+    traced,
+    zero1_update,
+)
+from torch_c10d_ext import Compute, Link, communication_report
+from torch_c10d_ext.optimizer import Settings, optimize_and_report
+from torch_c10d_ext.optimizer._optimize import optimized_graph
+
+COMPUTE = Compute(memory_bandwidth=2e10, flops=1e11)
+GROUP = "0"
+
+
+def links(graph: Any) -> dict[str, Link]:
+    """The three links of a program, from what it computes and sends."""
+    report = communication_report(graph, link=Link(0.0, 1e9), compute=COMPUTE)
+    busy = sum(end - start for start, end in report.busy)
+    wire = sum(call.wire_bytes for call in report.calls)
+    return {
+        "latency": Link(busy / len(report.calls), wire / busy * 20, shared="wire"),
+        "balanced": Link(busy / len(report.calls) / 20, wire / busy, shared="wire"),
+        "bandwidth": Link(busy / len(report.calls) / 20, wire / busy / 3, shared="wire"),
+    }
+
+
+def row(name: str, kind: str, graph: Any, link: Link, **changes: Any) -> tuple[str, Any]:
+    """A line of the table, and what the optimizer reports."""
+    settings = Settings.of(None, None, link=link, compute=COMPUTE, **changes)
+    began = time.perf_counter()
+    _, about = optimize_and_report(graph, settings)
+    took = time.perf_counter() - began
+    text = (
+        f"{name:20} {kind:10} {about.seconds_before * 1e3:8.2f} {about.seconds * 1e3:8.2f} "
+        f"{about.seconds_before / about.seconds:6.2f} {about.hidden_before:7.2f} "
+        f"{about.hidden:6.2f} {about.launches_before:4} {about.launches:4} "
+        f"{about.peak / about.peak_before:6.2f} {took:6.2f}"
+    )
+    return text, about
+
+
+def scaling() -> None:
+    """How long the pass takes on large graphs, without making a module of the result."""
+    print(f"{'nodes':>8} {'collectives':>12} {'seconds':>8} {'steps':>10}")
+    for layers in (75, 250, 750, 2700):
+        step, _ = ddp_mlp(4, GROUP)
+        weights = [torch.empty(16, 16) for _ in range(layers)]
+        graph = make_fx(step, tracing_mode="fake")(torch.empty(8, 16), weights)
+        settings = Settings.of(None, None, link=Link(1e-6, 1e9, shared="wire"), compute=COMPUTE)
+        began = time.perf_counter()
+        _, about = optimized_graph(graph.graph, settings)
+        took = time.perf_counter() - began
+        print(f"{len(graph.graph.nodes):8} {layers:12} {took:8.2f} {about.work:10}", flush=True)
+
+
+# Programs that run, and about what a collective costs on one machine.
+MEASURED = [ddp_mlp, fsdp_step, zero1_update, sequence_parallel]
+MACHINE = {"gloo": Link(300e-6, 1e9, shared="wire"), "shm": Link(8e-6, 5e9, shared="wire")}
+
+
+def measure_on_ranks(rank: int, backend: str, store: str) -> None:
+    """One of two ranks: medians of the old graph and the new one, each run by turns."""
+    torch.set_num_threads(1)
+    dist.init_process_group(backend, store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    optimizer_programs.WIDTH = optimizer_programs.TOKENS = 64
+    for program in MEASURED:
+        step, inputs = program(2, GROUP)
+        filled = torch.utils._pytree.tree_map(torch.randn_like, inputs)
+        graph = make_fx(step)(*filled)
+        settings = Settings.of(None, None, link=MACHINE[backend], memory_budget=2**30)
+        new, about = optimize_and_report(graph, settings)
+        times: list[list[float]] = [[], []]
+        for _ in range(40):
+            for k, each in enumerate((graph, new)):
+                dist.barrier()
+                began = time.perf_counter()
+                each(*filled)
+                times[k].append(time.perf_counter() - began)
+        if rank == 0:
+            old, took = (statistics.median(t[5:]) * 1e3 for t in times)
+            ratio = statistics.median(
+                a / b for a, b in zip(times[0][5:], times[1][5:], strict=True)
+            )
+            print(
+                f"{backend:5} {program.__name__:20} {old:8.2f} {took:8.2f} ms, ratio {ratio:5.2f}, "
+                f"launches {about.launches_before} -> {about.launches}",
+                flush=True,
+            )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--scaling", action="store_true", help="large graphs, too")
+    parser.add_argument("--measure", action="store_true", help="on two ranks alone")
+    options = parser.parse_args()
+    if options.measure:
+        for backend in MACHINE:
+            with tempfile.TemporaryDirectory() as folder:
+                mp.spawn(measure_on_ranks, (backend, f"{folder}/store"), nprocs=2)
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=options.ranks)
+    print(
+        f"{'program':20} {'link':10} {'ms':>8} {'new ms':>8} {'ratio':>6} {'hidden':>7} {'new':>6} "
+        f"{'n':>4} {'new':>4} {'peak':>6} {'s':>6}"
+    )
+    for budget in (None, "own peak"):
+        if budget:
+            print(f"\nat the {budget} of each graph")
+        shares, ratios = [], []
+        for program in PROGRAMS:
+            graph = traced(program, options.ranks, GROUP)
+            for kind, link in links(graph).items():
+                name = program.__name__
+                changes: dict[str, Any] = {}
+                if budget:
+                    settings = Settings.of(None, None, link=link, compute=COMPUTE)
+                    _, about = optimize_and_report(graph, settings)
+                    changes["memory_budget"] = int(about.peak_before)
+                text, about = row(name, kind, graph, link, **changes)
+                print(text, flush=True)
+                shares.append(about.hidden)
+                ratios.append(about.seconds_before / about.seconds)
+        print(
+            f"hidden: median {statistics.median(shares):.2f}, worst {min(shares):.2f}; "
+            f"ratio: median {statistics.median(ratios):.2f}, worst {min(ratios):.2f}"
+        )
+    if options.scaling:
+        scaling()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+#pragma once
+
+// How ranks that share no memory agree on what they do. Each tells rank 0 what it has called, over
+// a connection to it, and rank 0 tells all whether that fits together: nobody sends data before.
+// Of a message its two ends tell, in the order of their calls; collectives know nothing of it. The
+// same connections tell who is gone, and who does not come. No torch in here.
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/errors.h"
+#include "base/fingerprint.h"
+#include "control/store.h"
+
+namespace c10d_ext {
+
+class Agreement {
+ public:
+  using Milliseconds = std::chrono::milliseconds;
+
+  // Both functions are called on a thread of the agreement's; `fail` on the caller's where the
+  // group is of no more use.
+  struct Operation {
+    std::string op;  // as the caller calls it
+    Fingerprint called;
+    Milliseconds timeout;
+    // All ranks have called it, as their collective `seq`.
+    std::function<void(uint64_t seq)> begin;
+    // Instead of `begin`, or after it where it was not done() by then.
+    std::function<void(const Failure&)> fail;
+  };
+
+  // One end of a message. Both functions are called as those of an operation, and may not throw.
+  struct Message {
+    bool sends;
+    int peer;  // -1: whoever sends first
+    int64_t tag;
+    uint64_t bytes;
+    DType dtype;
+    Milliseconds timeout;
+    // Its other end is there and fits, at rank `peer`. Both ends begin messages of one tag in the
+    // same order.
+    std::function<void(int peer)> begin;
+    // Instead of `begin`.
+    std::function<void(const Failure&)> fail;
+  };
+
+  // Collective over the ranks of `place`. Throws where they cannot reach rank 0 in time. `machine`:
+  // where this process runs, found out where it is empty.
+  static std::unique_ptr<Agreement> join(const KeyValueStore& store, const Place& place,
+                                         Milliseconds timeout, const std::string& machine = {});
+  ~Agreement();
+  // What is in flight may end meanwhile; what has not by then, and what is called later, fails.
+  void leave(Milliseconds grace);
+
+  // Its number among this rank's; the first is 1.
+  uint64_t call(Operation operation);
+  // How many have been called.
+  uint64_t count() const;
+  // Its number among this rank's messages; the first is 1. What became of it after its begin() is
+  // nobody's business here.
+  uint64_t post(Message message);
+  // The data of number `seq` is there.
+  void done(uint64_t seq);
+  // Its exchange broke off: it fails once it is known why.
+  void broke(uint64_t seq, const std::string& why);
+  // Why collective `seq` (0: a message) cannot be done any more; waits that long for somebody to
+  // know it.
+  std::optional<Failure> failure(const std::string& op, uint64_t seq, Milliseconds within) const;
+  // The ranks that have not called collective `seq`, and a text that names them with their states;
+  // none where all have, or where rank 0 does not say so in time.
+  std::pair<std::vector<int>, std::string> awaited(uint64_t seq, Milliseconds within);
+  // The other end of a message, which has not posted its own; none where it has, or can be anybody.
+  std::pair<std::vector<int>, std::string> awaited_by_message(uint64_t number, Milliseconds within);
+  // The pid of a rank whose process is gone, as far as is known.
+  std::optional<int> gone(int rank) const;
+  // Whether a collective has failed after it was begun: whoever does it may never come to an end.
+  bool has_abandoned() const;
+  // Whether this is a fork of the process that joined.
+  bool is_foreign() const;
+  // Whether this is an agreement's thread, on which nothing may wait.
+  static bool is_here();
+  // Ends the group on all ranks.
+  void abort();
+
+ private:
+  class Impl;
+  explicit Agreement(std::shared_ptr<Impl> impl);
+  const std::shared_ptr<Impl> impl_;
+};
+
+}  // namespace c10d_ext

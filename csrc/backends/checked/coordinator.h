@@ -1,0 +1,78 @@
+#pragma once
+
+// Rank 0's other part: who hears what every rank has called, says whether it fits together, and
+// what is the matter where it does not come to that. One thread does all of it. No torch in here.
+
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "backends/checked/protocol.h"
+#include "backends/checked/roster.h"
+
+namespace c10d_ext {
+
+class Coordinator {
+ public:
+  using Clock = std::chrono::steady_clock;
+  // Says it to a rank, rank 0 included; to one that is gone, nothing.
+  using Tell = std::function<void(int rank, Says kind, const Payload& words)>;
+
+  // `roster` outlives it.
+  Coordinator(const Roster& roster, Tell tell);
+
+  // What a rank says. Throws std::runtime_error where that makes no sense.
+  void hear(int rank, uint32_t kind, Payload& words);
+  // A rank is gone.
+  void lose(int rank);
+  // When there is something to look() at.
+  Clock::time_point next_look() const;
+  void look(Clock::time_point now);
+
+ private:
+  // Something is the matter with collective `seq`, or message `seq` of rank `of`, or rank `of` asks
+  // about one of them.
+  struct Question {
+    uint64_t seq;
+    Says kind;
+    std::string why;
+    int of = 0;
+    Clock::time_point until{};
+    std::set<int> silent{};
+  };
+
+  void compare();
+  void match(const Posted& posted);
+  void deny(const Posted& posted, ErrorKind kind, const Difference& why);
+  // Ranks that left post nothing more.
+  void deny_those_without_peers();
+  void tell_all(Says kind, const Payload& words);
+  void end_for_all(const End& end);
+  void ask(Question question, const std::vector<int>& ranks);
+  void answer(const Question& question);
+
+  // The ranks that are no more there.
+  End lost() const;
+  // Ranks that have not called `seq`; where all have, all but this one.
+  std::vector<int> suspects(uint64_t seq) const;
+  // Whom collective or message `number` of `rank` waits for; none where that can be anybody.
+  std::vector<int> awaited_by(int rank, Says question, uint64_t number) const;
+  // Whom a message can come from, or go to.
+  std::vector<int> peers_of(const Posted& posted) const;
+
+  const Roster& roster_;
+  const Tell tell_;
+  bool has_ended_ = false;
+  // What each rank has called since the last collective on which all agreed.
+  uint64_t agreed_ = 0;
+  std::vector<std::deque<Fingerprint>> calls_;
+  std::vector<std::string> left_;  // how each rank has, empty: it has not
+  Matching matching_;
+  std::vector<Question> questions_;
+};
+
+}  // namespace c10d_ext

@@ -1,0 +1,61 @@
+#include "backends/checked/matching.h"
+
+#include <algorithm>
+#include <iterator>
+
+namespace c10d_ext {
+
+std::optional<Posted> Matching::match(const Posted& posted) {
+  const auto key = std::make_pair(posted.sends ? posted.peer : posted.rank, posted.tag);
+  const auto box = boxes_.try_emplace(key).first;
+  auto& others = posted.sends ? box->second.receives : box->second.sends;
+  const auto other = std::find_if(others.begin(), others.end(), [&](const Posted& o) {
+    const Posted& send = posted.sends ? posted : o;
+    const Posted& receive = posted.sends ? o : posted;
+    return receive.peer == send.rank || receive.peer < 0;
+  });
+  if (other == others.end()) {
+    (posted.sends ? box->second.sends : box->second.receives).push_back(posted);
+    return std::nullopt;
+  }
+  const Posted found = *other;
+  others.erase(other);
+  if (box->second.sends.empty() && box->second.receives.empty()) {
+    boxes_.erase(box);
+  }
+  return found;
+}
+
+const Posted* Matching::find(int rank, uint64_t number) const {
+  for (const auto& [key, box] : boxes_) {
+    for (const auto* ends : {&box.sends, &box.receives}) {
+      for (const Posted& posted : *ends) {
+        if (posted.rank == rank && posted.number == number) {
+          return &posted;
+        }
+      }
+    }
+  }
+  return nullptr;
+}
+
+std::vector<Posted> Matching::take_out(const std::function<bool(const Posted&)>& which) {
+  std::vector<Posted> taken;
+  for (auto box = boxes_.begin(); box != boxes_.end();) {
+    for (auto* ends : {&box->second.sends, &box->second.receives}) {
+      for (auto end = ends->begin(); end != ends->end();) {
+        if (which(*end)) {
+          taken.push_back(*end);
+          end = ends->erase(end);
+        } else {
+          ++end;
+        }
+      }
+    }
+    box = box->second.sends.empty() && box->second.receives.empty() ? boxes_.erase(box)
+                                                                    : std::next(box);
+  }
+  return taken;
+}
+
+}  // namespace c10d_ext

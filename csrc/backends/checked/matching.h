@@ -1,0 +1,47 @@
+#pragma once
+
+// Which sends and receives of a group's ranks belong together. No torch in here.
+
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <map>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "base/types.h"
+
+namespace c10d_ext {
+
+// A message as one of its two ends tells of it.
+struct Posted {
+  int rank = -1;
+  uint64_t number = 0;  // among this rank's messages
+  bool sends = false;
+  int peer = -1;  // -1: whoever sends first
+  int64_t tag = 0;
+  uint64_t bytes = 0;
+  DType dtype = DType::Bytes;
+};
+
+// Ends of messages that wait for the other one. The messages from one rank to another with one tag
+// are received in the order in which they are sent.
+class Matching {
+ public:
+  // The other end, which waits no longer; or none, and this one waits for it.
+  std::optional<Posted> match(const Posted& posted);
+
+  const Posted* find(int rank, uint64_t number) const;
+  // Those that wait no longer.
+  std::vector<Posted> take_out(const std::function<bool(const Posted&)>& which);
+
+ private:
+  struct Box {
+    std::list<Posted> sends, receives;
+  };
+  // By who receives, and the tag.
+  std::map<std::pair<int, int64_t>, Box> boxes_;
+};
+
+}  // namespace c10d_ext

@@ -1,0 +1,41 @@
+#include "backends/checked/roster.h"
+
+namespace c10d_ext {
+
+bool Roster::is_near(int rank) const {
+  return member(rank).machine == member(place_.rank).machine;
+}
+
+std::string Roster::process_state(int rank) const {
+  return c10d_ext::process_state(member(rank).peer);
+}
+
+bool Roster::has_ended(int rank) const {
+  return c10d_ext::has_ended(member(rank).peer);
+}
+
+std::string Roster::describe(int rank, const std::string& state) const {
+  return "rank " + std::to_string(rank) + " (pid " + std::to_string(pid(rank)) + ", " + state + ")";
+}
+
+std::string Roster::describe(const std::vector<int>& ranks,
+                             const std::function<std::string(int)>& state) const {
+  std::string text;
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    text += (i == 0                  ? ""
+             : i + 1 == ranks.size() ? " and "
+                                     : ", ") +
+            describe(ranks[i], state(ranks[i]));
+  }
+  return text;
+}
+
+std::string text_of_message(int64_t tag) {
+  return "message with tag " + std::to_string(tag);
+}
+
+std::string text_of_loss(const std::string& what, const std::string& who) {
+  return "every rank must live until the " + what + " is done, got " + who;
+}
+
+}  // namespace c10d_ext

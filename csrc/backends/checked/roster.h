@@ -1,0 +1,54 @@
+#pragma once
+
+// The ranks of a group, and how texts tell of them. No torch in here.
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/errors.h"
+#include "control/connection.h"
+
+namespace c10d_ext {
+
+class Roster {
+ public:
+  Roster(Place place, std::vector<Member> members)
+      : place_(std::move(place)), members_(std::move(members)) {}
+
+  const Place& place() const {
+    return place_;
+  }
+  // Whether it is on this machine, where its process can be seen.
+  bool is_near(int rank) const;
+  // Of its process, where it is near.
+  std::string process_state(int rank) const;
+  bool has_ended(int rank) const;
+  int pid(int rank) const {
+    return member(rank).peer.pid;
+  }
+  // "rank 1 (pid 1234, gone)"
+  std::string describe(int rank, const std::string& state) const;
+  std::string describe(const std::vector<int>& ranks,
+                       const std::function<std::string(int)>& state) const;
+
+ private:
+  const Member& member(int rank) const {
+    return members_[static_cast<size_t>(rank)];
+  }
+
+  const Place place_;
+  const std::vector<Member> members_;
+};
+
+// How a rank is no more there, as far as the others know.
+constexpr char kLeft[] = "left the group";
+constexpr char kGone[] = "gone";
+
+std::string text_of_message(int64_t tag);
+// `what` needs ranks that are no more there, whom `who` describes.
+std::string text_of_loss(const std::string& what, const std::string& who);
+
+}  // namespace c10d_ext

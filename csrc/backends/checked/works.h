@@ -1,0 +1,37 @@
+#pragma once
+
+// Works of a group whose ranks agree before the inner backend begins.
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string_view>
+
+#include "backends/checked/agreement.h"
+#include "backends/request.h"
+#include "base/group.h"
+#include "work/pending.h"
+
+namespace c10d_ext {
+
+// A collective that `begin` hands to the inner backend once all ranks have called it and what was
+// called before is done; no work: it is done then. `quick`: `begin` takes less than a millisecond.
+// `has_futures`: the inner backend's works have some.
+c10::intrusive_ptr<c10d::Work> start_agreed(const std::shared_ptr<Agreement>& agreement,
+                                            const Group& group, std::string_view op,
+                                            Fingerprint called, std::chrono::milliseconds timeout,
+                                            bool quick, bool has_futures, Begin begin);
+
+struct StartedMessage {
+  c10::intrusive_ptr<c10d::Work> work;  // for the caller
+  c10::intrusive_ptr<c10d::Work> end;   // what the inner backend does: an abort ends it
+};
+
+// A message that `begin` hands to the inner backend once its other end is there, at `peer`.
+StartedMessage start_granted(const std::shared_ptr<Agreement>& agreement, const Group& group,
+                             const Message& message, std::chrono::milliseconds timeout,
+                             std::function<c10::intrusive_ptr<c10d::Work>(int peer)> begin);
+
+}  // namespace c10d_ext

@@ -1,0 +1,435 @@
+// From requests and calls to operations of the engine.
+
+#include <ATen/core/LegacyTypeDispatch.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "backends/shm/backend.h"
+#include "backends/shm/live_group.h"
+#include "backends/shm/operation.h"
+#include "backends/shm/sparse_sum.h"
+#include "backends/shm/work.h"
+#include "base/call_site.h"
+#include "base/dtype.h"
+#include "base/sync_scope.h"
+#include "work/pending.h"
+#include "work/snapshot.h"
+
+namespace c10d_ext {
+
+using std::string_view;
+using Milliseconds = std::chrono::milliseconds;
+using Tensors = std::vector<at::Tensor>;
+
+// The operation of this thread's last call that was complete on return.
+ShmBackend::OperationPtr& ShmBackend::spare() {
+  static thread_local OperationPtr instance;
+  return instance;
+}
+
+void ShmBackend::recycle(OperationPtr operation) {
+  if (operation.use_count() != 1) {
+    return;
+  }
+  // After all that the thread that ended it did before it let go.
+  std::atomic_thread_fence(std::memory_order_acquire);
+  if (operation->is_renewable()) {
+    operation->renew();
+    spare() = std::move(operation);
+  }
+}
+
+ShmBackend::OperationPtr ShmBackend::make(const Call& call, OpType type) const {
+  const auto ranks = static_cast<size_t>(size_);
+  size_t sources = 1;
+  size_t targets = 1;
+  switch (type) {
+    case OpType::Barrier:
+      sources = targets = 0;
+      break;
+    case OpType::AllGather:
+      targets = ranks;
+      break;
+    case OpType::ReduceScatter:
+      sources = ranks;
+      break;
+    case OpType::AllToAll:
+      sources = targets = ranks;
+      break;
+    case OpType::Send:
+      targets = 0;
+      break;
+    case OpType::Recv:
+      sources = 0;
+      break;
+    case OpType::SparseAllReduce:
+      targets = 0;  // made when it is known how large they are
+      break;
+    // The sides that a root has are filled in with the root.
+    case OpType::Reduce:
+    case OpType::Gather:
+      targets = 0;
+      break;
+    case OpType::Broadcast:
+    case OpType::Scatter:
+      sources = 0;
+      break;
+    case OpType::AllReduce:
+      break;
+  }
+  const Milliseconds timeout =
+      call.timeout > Milliseconds(0) ? call.timeout : timeout_.load(std::memory_order_relaxed);
+  OperationPtr operation = std::move(spare());
+  if (!operation) {
+    operation = std::make_shared<TensorOperation>();
+  }
+  operation->start(call.op, type, timeout, place_, sources, targets);
+  operation->request.async = call.delivery == Call::Delivery::Async ||
+                             (call.delivery == Call::Delivery::Op && !SyncScope::is_on());
+  return operation;
+}
+
+ShmBackend::OperationPtr ShmBackend::make(const Call& call, OpType type, const Reduction& reduction,
+                                          c10::ScalarType dtype) const {
+  auto operation = make(call, type);
+  shm::Request& request = operation->request;
+  request.reduce_op = reduction.op;
+  if (C10_UNLIKELY(reduction.factor.has_value())) {
+    const c10::Scalar& factor = *reduction.factor;
+    if (factor.isComplex()) {
+      const auto value = factor.toComplexDouble();
+      request.factor = {value.real(), value.imag()};
+    } else {
+      constexpr int64_t kExact = int64_t{1} << 53;
+      C10D_EXT_CHECK_VALUE(
+          factor.isFloatingPoint() || std::abs(factor.toLong()) <= kExact, call.op, place_,
+          "an integer factor must be at most 2^53 on the shm backend, got ", factor);
+      request.factor = {factor.toDouble(), 0};
+    }
+  }
+  if (C10_UNLIKELY(dtype == c10::ScalarType::Float8_e8m0fnu)) {
+    // A scale, which no kernel reduces.
+    operation->travel_as(c10::kFloat);
+    dtype = c10::kFloat;
+  }
+  request.dtype = dtype_of(dtype);
+  return operation;
+}
+
+ShmBackend::WorkPtr ShmBackend::launch(const Call& call, OperationPtr operation) {
+  using Delivery = Call::Delivery;
+  const auto in_place = [](const shm::Request& r) {
+    return r.sources.size() == 1 && r.targets.size() == 1 && r.sources[0].size() == 1 &&
+           r.targets[0].size() == 1 && r.sources[0][0].data == r.targets[0][0].data;
+  };
+  if (!in_place(operation->request)) {
+    operation->separate();
+  }
+  if (C10_UNLIKELY(settings_.call_sites)) {
+    operation->request.call_site = call_site();
+  }
+  if (C10_UNLIKELY(batching_.load(std::memory_order_relaxed)) && call.delivery != Delivery::Op) {
+    std::lock_guard lock(batch_mutex_);
+    operation->hold();
+    operation->note_writes();
+    operation->request.async = true;
+    batch_.push_back(operation);
+    return call.delivery == Delivery::Sync
+               ? nullptr
+               : c10::make_intrusive<ShmWork>(live_, std::move(operation), rank_, call.type);
+  }
+  if (call.delivery == Delivery::Async) {
+    operation->note_writes();
+  }
+  live_->engine().submit(operation);
+  switch (call.delivery) {
+    case Delivery::Op:
+      // That the ranks disagree is for the wait, however soon it is found out: they go on.
+      if (operation->settled() && !operation->disagrees()) {
+        operation->report();
+        if (call.done != nullptr) {
+          *call.done = {call.type, static_cast<int64_t>(operation->number()),
+                        operation->milliseconds()};
+        }
+        recycle(std::move(operation));
+        return {};
+      }
+      break;
+    case Delivery::Sync:
+      live_->wait(*operation, kNoTimeout);
+      operation->report();
+      recycle(std::move(operation));
+      return {};
+    case Delivery::Async:
+      break;
+  }
+  return c10::make_intrusive<ShmWork>(live_, std::move(operation), rank_, call.type);
+}
+
+ShmBackend::WorkPtr ShmBackend::all_reduce(const Call& call, at::TensorList sources,
+                                           at::TensorList outs, const Reduction& reduction) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  auto operation = make(call, OpType::AllReduce, reduction, outs.front().scalar_type());
+  for (size_t i = 0; i < outs.size(); ++i) {
+    if (sources[i].is_same(outs[i])) {
+      operation->replace(0, outs[i]);
+    } else {
+      operation->read(0, sources[i]);
+      operation->write(0, outs[i]);
+    }
+    operation->add_shape(outs[i]);
+  }
+  operation->add_members(outs);
+  return launch(call, std::move(operation));
+}
+
+ShmBackend::WorkPtr ShmBackend::reduce_to(const Call& call, const at::Tensor& source,
+                                          const at::Tensor& out, const Reduction& reduction,
+                                          int64_t root) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  auto operation = make(call, OpType::Reduce, reduction, source.scalar_type());
+  operation->request.root = static_cast<int>(root);
+  operation->read(0, source);
+  operation->add_shape(source);
+  if (rank_ == root) {
+    operation->request.targets.resize(1);
+    operation->write(0, out);
+  } else {
+    operation->add_output(out);
+  }
+  return launch(call, std::move(operation));
+}
+
+ShmBackend::WorkPtr ShmBackend::broadcast_from(const Call& call, at::TensorList sources,
+                                               at::TensorList outs, int64_t root) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  auto operation = make(call, OpType::Broadcast);
+  operation->request.root = static_cast<int>(root);
+  const bool sends = rank_ == root;
+  const bool in_place =
+      sends && std::equal(sources.begin(), sources.end(), outs.begin(), outs.end(),
+                          [](const auto& s, const auto& o) { return s.is_same(o); });
+  if (sends) {
+    operation->request.sources.resize(1);
+  }
+  if (in_place) {
+    operation->request.targets.clear();
+  }
+  operation->add_members(outs);
+  for (size_t i = 0; i < outs.size(); ++i) {
+    operation->set_dtype(outs[i]);
+    operation->add_shape(outs[i]);
+    if (sends) {
+      operation->read(0, sources[i]);
+    }
+    if (in_place) {
+      operation->add_output(outs[i]);
+    } else {
+      operation->write(0, outs[i]);
+    }
+  }
+  return launch(call, std::move(operation));
+}
+
+ShmBackend::WorkPtr ShmBackend::all_gather(const Call& call, at::TensorList sources,
+                                           at::TensorList outs) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  auto operation = make(call, OpType::AllGather);
+  for (size_t i = 0; i < outs.size(); ++i) {
+    operation->set_dtype(outs[i]);
+    operation->read(0, sources[i]);
+    operation->write_evenly(outs[i]);
+    operation->add_shape(sources[i]);
+  }
+  operation->add_members(sources);
+  return launch(call, std::move(operation));
+}
+
+ShmBackend::WorkPtr ShmBackend::scatter_reduced(const Call& call, at::TensorList sources,
+                                                at::TensorList outs, const Reduction& reduction) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  auto operation = make(call, OpType::ReduceScatter, reduction, outs.front().scalar_type());
+  for (size_t i = 0; i < outs.size(); ++i) {
+    operation->read_evenly(sources[i]);
+    operation->write(0, outs[i]);
+    operation->add_shape(outs[i]);
+  }
+  operation->add_members(outs);
+  return launch(call, std::move(operation));
+}
+
+ShmBackend::WorkPtr ShmBackend::exchange(const Call& call, const at::Tensor& source,
+                                         const at::Tensor& out, c10::IntArrayRef source_sizes,
+                                         c10::IntArrayRef out_sizes) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  auto operation = make(call, OpType::AllToAll);
+  operation->set_dtype(out);
+  operation->read_split(source, source_sizes);
+  operation->write_split(out, out_sizes);
+  return launch(call, std::move(operation));
+}
+
+ShmBackend::WorkPtr ShmBackend::all_reduce_sparse(const Call& call, const at::Tensor& tensor,
+                                                  const Reduction& reduction) {
+  auto operation = make(call, OpType::SparseAllReduce, reduction, tensor.scalar_type());
+  operation->add_shape(tensor);
+  operation->add_output(tensor);
+  auto& request = operation->request;
+  request.sparse_dims = static_cast<int>(tensor.sparse_dim());
+  const auto sum = std::make_shared<SparseSum>(tensor, reduction.op);
+  request.room = [sum](const std::vector<uint64_t>& bytes) { return sum->room(bytes); };
+  operation->around([sum, &request] { request.sources = {sum->own()}; }, [sum] { sum->add_up(); });
+  return launch(call, std::move(operation));
+}
+
+namespace {
+
+// Whether the engine reads `source` at the address it has now, or it is written, too.
+bool is_read_in_place(const at::Tensor& source, const at::Tensor& out) {
+  return source.is_same(out) || (is_dense(source) && can_share(source)) ||
+         source.storage().is_alias_of(out.storage());
+}
+
+bool tell_when_settled(c10d::Work& work, std::function<void(std::exception_ptr)> over) {
+  static_cast<ShmWork&>(work).operation().when_settled(std::move(over));
+  return true;
+}
+
+}  // namespace
+
+const Capabilities& ShmBackend::capabilities() const {
+  static const Capabilities native = [] {
+    Capabilities can;
+    can.methods =
+        kMethodsOfC10d.with(Method::AllReduceCoalesced).with(Method::AllGatherIntoTensorCoalesced);
+    can.futures = Capabilities::Futures::Always;
+    can.reduces_avg = can.reduces_avg_to_one = true;
+    can.reduces_low_precision = true;
+    can.gathers_uneven = true;
+    can.times_works = true;
+    can.sends_any_tensor = true;
+    return can;
+  }();
+  return native;
+}
+
+ShmBackend::WorkPtr ShmBackend::post_message(
+    const Message& message, std::function<WorkPtr(c10d::Backend& backend, int peer)> start) {
+  return start(*this, static_cast<int>(message.peer));
+}
+
+// The engine is given the sources as it may read them until the end.
+void ShmBackend::post(const Group& group, const CollectiveRequest& request) {
+  at::TensorList sources = request.type == OpType::Barrier ? at::TensorList() : request.sources;
+  const at::TensorList outs = request.outs;
+  Tensors snapshots;
+  for (size_t i = 0; i < sources.size(); ++i) {
+    if (C10_UNLIKELY(!is_read_in_place(sources[i], outs[i]))) {
+      if (snapshots.empty()) {
+        snapshots = sources.vec();
+      }
+      snapshots[i] = snapshot_of(sources[i]);
+    }
+  }
+  WorkInfo done;
+  const WorkPtr work =
+      start(request, snapshots.empty() ? sources : at::TensorList(snapshots), &done);
+  if (!work) {
+    note_over(outs.front(), done);
+    return;
+  }
+  // What the engine reads by address is kept from now on: nobody else has run since.
+  std::vector<std::shared_ptr<void>> kept;
+  for (size_t i = 0; i < sources.size(); ++i) {
+    const bool is_own = !snapshots.empty() && !snapshots[i].is_same(sources[i]);
+    if (!is_own && !sources[i].storage().is_alias_of(outs[i].storage())) {
+      kept.push_back(keep_values(sources[i]));
+    }
+  }
+  Finish finish;
+  if (!kept.empty()) {
+    finish = [kept = std::move(kept)] {};
+  }
+  attach(request.op, group, outs, work, std::move(finish), &tell_when_settled);
+}
+
+ShmBackend::WorkPtr ShmBackend::start(const CollectiveRequest& request, at::TensorList sources,
+                                      WorkInfo* done) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const at::TensorList outs = request.outs;
+  const auto call_as = [&](c10d::OpType type) {
+    return Call{request.op, type, Call::Delivery::Op, c10d::kUnsetTimeout, done};
+  };
+  switch (request.type) {
+    case OpType::AllReduce:
+      return all_reduce(call_as(c10d::OpType::ALLREDUCE), sources, outs, *request.reduction);
+    case OpType::Reduce:
+      return reduce_to(call_as(c10d::OpType::REDUCE), sources[0], outs[0], *request.reduction,
+                       request.root);
+    case OpType::Broadcast:
+      return broadcast_from(call_as(c10d::OpType::BROADCAST), sources, outs, request.root);
+    case OpType::AllGather: {
+      if (request.out_sizes.empty()) {
+        return all_gather(call_as(c10d::OpType::_ALLGATHER_BASE), sources, outs);
+      }
+      const Call call = call_as(c10d::OpType::ALLGATHER);
+      auto operation = make(call, OpType::AllGather);
+      operation->set_dtype(outs[0]);
+      operation->read(0, sources[0]);
+      operation->write_split(outs[0], request.out_sizes);
+      return launch(call, std::move(operation));
+    }
+    case OpType::ReduceScatter: {
+      if (request.source_sizes.empty()) {
+        return scatter_reduced(call_as(c10d::OpType::_REDUCE_SCATTER_BASE), sources, outs,
+                               *request.reduction);
+      }
+      const Call call = call_as(c10d::OpType::REDUCE_SCATTER);
+      auto operation = make(call, OpType::ReduceScatter, *request.reduction, outs[0].scalar_type());
+      operation->read_split(sources[0], request.source_sizes);
+      operation->write(0, outs[0]);
+      return launch(call, std::move(operation));
+    }
+    case OpType::AllToAll:
+      return exchange(call_as(c10d::OpType::ALLTOALL_BASE), sources[0], outs[0],
+                      request.source_sizes, request.out_sizes);
+    case OpType::Gather: {
+      const Call call = call_as(c10d::OpType::GATHER);
+      auto operation = make(call, OpType::Gather);
+      operation->request.root = static_cast<int>(request.root);
+      operation->set_dtype(sources[0]);
+      operation->read(0, sources[0]);
+      operation->add_shape(sources[0]);
+      if (rank_ == request.root) {
+        operation->request.targets.resize(size_);
+        operation->write_evenly(outs[0]);
+      }
+      return launch(call, std::move(operation));
+    }
+    case OpType::Scatter: {
+      const Call call = call_as(c10d::OpType::SCATTER);
+      auto operation = make(call, OpType::Scatter);
+      operation->request.root = static_cast<int>(request.root);
+      operation->set_dtype(outs[0]);
+      if (rank_ == request.root) {
+        operation->request.sources.resize(size_);
+        operation->read_evenly(sources[0]);
+      }
+      operation->write(0, outs[0]);
+      operation->add_shape(outs[0]);
+      return launch(call, std::move(operation));
+    }
+    case OpType::Barrier: {
+      const Call call = call_as(c10d::OpType::BARRIER);
+      return launch(call, make(call, OpType::Barrier));
+    }
+    case OpType::SparseAllReduce:
+    case OpType::Send:
+    case OpType::Recv:
+      break;
+  }
+  TORCH_INTERNAL_ASSERT(false, request.op, ": no request of this type is posted");
+}
+
+}  // namespace c10d_ext

@@ -1,0 +1,123 @@
+#pragma once
+
+// Connections between rank 0 of a group and each of the others, for a few words at a time. No torch
+// in here.
+
+#include <chrono>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/errors.h"
+#include "control/process.h"
+#include "control/store.h"
+
+namespace c10d_ext {
+
+// What is said over a line: numbers and texts in the order in which they are taken out again.
+class Payload {
+ public:
+  Payload() = default;
+  explicit Payload(std::string bytes) : bytes_(std::move(bytes)) {}
+
+  Payload& put(int64_t number);
+  Payload& put(const std::string& text);
+  template <class Number>
+  Payload& put(const std::vector<Number>& numbers) {
+    put(static_cast<int64_t>(numbers.size()));
+    for (const Number number : numbers) {
+      put(static_cast<int64_t>(number));
+    }
+    return *this;
+  }
+
+  // Throw std::runtime_error where there is no such thing left.
+  int64_t number();
+  std::string text();
+  template <class Number = int64_t>
+  std::vector<Number> numbers() {
+    const auto count = size();
+    std::vector<Number> all;
+    for (size_t i = 0; i < count; ++i) {
+      all.push_back(static_cast<Number>(number()));
+    }
+    return all;
+  }
+
+  const std::string& bytes() const {
+    return bytes_;
+  }
+
+ private:
+  // A length, of something that may be there.
+  size_t size();
+
+  std::string bytes_;
+  size_t at_ = 0;
+};
+
+struct Frame {
+  uint32_t kind;
+  Payload words;
+};
+
+// One end of a connection. Nothing here blocks.
+class Connection {
+ public:
+  Connection() = default;
+  explicit Connection(FdOwner socket) : socket_(std::move(socket)) {}
+
+  bool is_open() const {
+    return static_cast<bool>(socket_);
+  }
+  int fd() const {
+    return socket_.get();
+  }
+  void close() {
+    socket_ = {};
+  }
+  // What is left of it is said to nobody.
+  FdOwner take_socket() {
+    return std::move(socket_);
+  }
+
+  // Sends it, or keeps what the connection does not take for flush().
+  void say(uint32_t kind, const Payload& words);
+  void flush();
+  bool has_unsent() const {
+    return !unsent_.empty();
+  }
+
+  // Takes in what has come, not much more than a sentence of at most `limit` bytes where there is
+  // no end to it. False: there will be no more, or one is too long.
+  bool listen(size_t limit);
+  std::optional<Frame> next();
+
+ private:
+  FdOwner socket_;
+  std::string unsent_, heard_;
+};
+
+// The process of a rank and where it runs.
+struct Member {
+  Peer peer;
+  std::string machine;  // processes on the same one can see each other
+};
+
+struct Connections {
+  // Rank 0 has one to every other rank, the others one to rank 0.
+  std::vector<Connection> lines;
+  // To the same ranks, in the same order, and for DeathSockets.
+  std::vector<FdOwner> death_sockets;
+  std::vector<Member> members;
+};
+
+// Collective over the ranks of `place`. Throws std::runtime_error, which names ranks or addresses,
+// where they do not find each other in time. `machine`: where this process runs, found out where it
+// is empty.
+Connections connect_to_coordinator(const KeyValueStore& store, const Place& place,
+                                   std::chrono::milliseconds timeout, const std::string& machine);
+
+}  // namespace c10d_ext

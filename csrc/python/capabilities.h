@@ -1,0 +1,9 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace c10d_ext {
+
+void bind_capabilities(pybind11::module_& m);
+
+}  // namespace c10d_ext

@@ -1,0 +1,213 @@
+"""A backend that somebody else brings: compiled, registered with what it can do, and used.
+
+`tests/native/store_backend.cpp` has two collectives and messages. Everything else is made of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import functools
+import importlib.util
+import shlex
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch.utils import cpp_extension
+
+import torch_c10d_ext
+import torch_c10d_ext.distributed as ours
+import torch_c10d_ext.functional as F
+from tests.backends.test_shm import check
+from tests.backends.verbs import VERBS, How
+from tests.contract import Report, verify
+from tests.harness import run
+from tests.native import build
+from torch_c10d_ext import _C
+from torch_c10d_ext.errors import CollectiveMismatch, InvalidArgument
+
+NAME = "c10d_ext_store_backend"
+TIMEOUT = dt.timedelta(seconds=60)
+CAN = ("allreduce", "all_to_all_single", "send", "recv")
+COLLECTIVES = [verb for verb in VERBS if "isend" not in verb.name]
+
+
+@pytest.fixture(scope="module")
+def plugin() -> str:
+    """The plug-in's extension module, compiled against the installed torch."""
+    torch_dir = Path(torch.__file__).parent
+    source = build.PROGRAMS / "store_backend.cpp"
+    command = [
+        *shlex.split("c++ -shared -fPIC -std=c++20 -O1 -g0 -fvisibility=hidden"),
+        f"-DTORCH_EXTENSION_NAME={NAME}",
+        *(f"-I{path}" for path in cpp_extension.include_paths()),
+        f"-I{sysconfig.get_paths()['include']}",
+        str(source),
+        f"-L{torch_dir / 'lib'}",
+        *shlex.split("-ltorch -ltorch_cpu -ltorch_python -lc10"),
+    ]
+    out = build.ROOT / "build" / "native" / "plain" / "store_backend.so"
+    return str(build._make(out, command, [source]))
+
+
+@functools.cache
+def _load(path: str) -> Any:
+    spec = importlib.util.spec_from_file_location(NAME, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def create(options: Any, _: Any) -> Any:
+        return module.create(options.store, options.group_rank, options.group_size)
+
+    def create_checked(options: Any, _: Any) -> Any:
+        ranks = _C.GlobalRanks(options.store, options.global_ranks_in_group)
+        backend, store = create(options, _), options.store
+        return _C.CheckedBackend(backend, store, TIMEOUT, options.group_id, ranks, True, "checked")
+
+    dist.Backend.register_backend("store", create, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend("checked", create_checked, extended_api=True, devices=["cpu"])
+    return module
+
+
+@contextlib.contextmanager
+def plugged_in(path: str, methods: tuple[str, ...], name: str = "store") -> Iterator[Any]:
+    """A group of the plug-in's backend as the default group."""
+    _load(path)
+    torch_c10d_ext.register_backend_capabilities("store", methods=methods, reduces_bitwise=False)
+    world = dist.group.WORLD
+    group = dist.new_group(backend=name)
+    c10d._update_default_pg(group)
+    try:
+        yield group
+    finally:
+        c10d._update_default_pg(world)
+        dist.destroy_process_group(group)
+
+
+def _has_meaning(op: str, dtype: torch.dtype) -> bool:
+    if op == "avg":
+        return dtype.is_floating_point
+    if op == "max":
+        return not dtype.is_complex
+    return op != "bxor" or not (dtype.is_floating_point or dtype.is_complex)
+
+
+def _conforms(path: str, methods: tuple[str, ...]) -> Any:
+    n, report = dist.get_world_size(), Report()
+    with plugged_in(path, methods):
+        for turn, verb in enumerate(COLLECTIVES):
+            for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.complex64, torch.bool):
+                for op in ("sum", "product", "avg", "max", "bxor") if verb.reduces else ("sum",):
+                    if not _has_meaning(op, dtype):
+                        continue
+                    how = How(op, None, root=turn % n, async_op=turn % 2 == 0, api=ours)
+                    check(report, f"{verb} {dtype} {op}", verb, (5, 3), dtype, how)
+        F.wait_tensor(F.barrier(torch.ones(1)))
+        report.expect("in flight", torch_c10d_ext.pending_count() != 0)
+    return report.result()
+
+
+@pytest.mark.parametrize("methods", (CAN, ("all_to_all_single",)), ids="-".join)
+@pytest.mark.parametrize("size", (1, 2, 3))
+def test_every_collective_is_made_of_what_the_backend_has(
+    size: int, methods: tuple[str, ...], plugin: str
+) -> None:
+    verify(size, _conforms, plugin, methods)
+
+
+def _everything(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    n = dist.get_world_size()
+    wide = torch.cat([x * (r + 1) for r in range(n)])
+    results = {
+        "all_reduce": F.all_reduce(x, "max", None),
+        "all_gather": F.all_gather_tensor(x, 0, None),
+        "reduce_scatter": F.reduce_scatter_tensor(wide, "sum", 0, None),
+        "all_to_all": F.all_to_all_single(wide, None, None, None),
+        "broadcast": F.broadcast(x, n - 1, None),
+        "reduce": F.reduce(x, "avg", 0, None),
+        "gather": F.gather(x, 0, None),
+        "scatter": F.scatter(wide, 0, None),
+        "permute": F.permute_tensor(x, [(r + 1) % n for r in range(n)], None),
+        "barrier": F.barrier(x, None),
+    }
+    for i, y in enumerate(F.all_reduce_coalesced([x, 2 * x], "sum", None)):
+        results[f"all_reduce_coalesced {i}"] = y
+    return {name: y + 0 for name, y in results.items()}
+
+
+def _compiles(path: str) -> None:
+    rank, n = dist.get_rank(), dist.get_world_size()
+    x = torch.arange(6.0).view(2, 3) + 10 * rank
+    with plugged_in(path, CAN):
+        eager = _everything(x)
+        torch._dynamo.reset()
+        compiled = torch.compile(_everything, backend="inductor", fullgraph=True)(x)
+        for name, y in eager.items():
+            assert torch.equal(compiled[name], y), name
+        expected = torch.arange(6.0).view(2, 3) + 10 * (n - 1)
+        assert torch.equal(eager["all_reduce"], expected)
+        # Gradients, too.
+        y = x.clone().requires_grad_()
+        F.all_reduce(y, "sum", None).sum().backward()
+        assert torch.equal(y.grad, torch.full_like(x, float(n)))
+
+
+def test_all_ops_work_eager_and_compiled(plugin: str) -> None:
+    run(2, _compiles, plugin)
+
+
+def _messages(path: str) -> None:
+    rank, n = dist.get_rank(), dist.get_world_size()
+    with plugged_in(path, CAN):
+        x, y = torch.full((3,), float(rank)), torch.empty(3)
+        ops = [
+            ours.P2POp(ours.isend, x, (rank + 1) % n),
+            ours.P2POp(ours.irecv, y, (rank - 1) % n),
+        ]
+        for work in ours.batch_isend_irecv(ops):
+            work.wait()
+        assert torch.equal(y, torch.full((3,), float((rank - 1) % n)))
+
+
+def test_messages(plugin: str) -> None:
+    run(3, _messages, plugin)
+
+
+def _lacks(path: str) -> None:
+    with plugged_in(path, ("allreduce",)):
+        x = torch.ones(2)
+        assert torch.equal(F.all_reduce(x, "sum", None) + 0, x * dist.get_world_size())
+        with pytest.raises(InvalidArgument, match=r"broadcast: .*all_to_all_single.*got 'store'"):
+            F.broadcast(x, 0, None)
+    with pytest.raises(InvalidArgument, match="methods must be of allreduce, .*got 'all_reduce'"):
+        torch_c10d_ext.register_backend_capabilities("x", methods=["all_reduce"])
+
+
+def test_a_missing_capability_is_named(plugin: str) -> None:
+    run(2, _lacks, plugin)
+
+
+def _is_checked(path: str) -> None:
+    rank, n = dist.get_rank(), dist.get_world_size()
+    with plugged_in(path, CAN, "checked") as group:
+        backend = group._get_backend(torch.device("cpu"))
+        assert isinstance(backend, _C.CheckedBackend) and backend.name() == "checked"
+        x = torch.full((4,), rank + 1.0)
+        assert torch.equal(F.all_reduce(x, "sum", None) + 0, torch.full((4,), n * (n + 1) / 2))
+        y = x.clone()
+        dist.broadcast(y, 0, group=group)  # c10d's own, through the same checks
+        assert torch.equal(y, torch.ones(4))
+        with pytest.raises(CollectiveMismatch, match="all_reduce") as caught:
+            F.all_reduce(torch.ones(4 + rank), "sum", None) + 0
+        assert caught.value.ranks == list(range(1, n))
+
+
+def test_checks_compose_with_any_backend(plugin: str) -> None:
+    run(2, _is_checked, plugin)

@@ -1,0 +1,20 @@
+"""Ranks without shared memory that agree on their collectives: a program in C++.
+
+`make sanitize` runs it under the sanitizers.
+"""
+
+from __future__ import annotations
+
+from tests.native import build
+
+
+def test_agreement() -> None:
+    output = build.run(build.build("agreement_test", build.SOURCES))
+    print(output)
+    assert output.endswith("tests passed\n")
+
+
+def test_lifelines() -> None:
+    output = build.run(build.build("lifelines_test", ["death_sockets", "process"]))
+    print(output)
+    assert output.endswith("tests passed\n")

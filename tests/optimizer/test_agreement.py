@@ -1,0 +1,233 @@
+"""Ranks whose plans differ: named at the first run, or without a run, and never a hang."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import run
+from tests.optimizer.graphs import Builder, aten
+from torch_c10d_ext import Compute, Link
+from torch_c10d_ext.errors import CollectiveMismatch, CollectiveTimeout
+from torch_c10d_ext.optimizer import Settings, find_deadlock, optimize_and_report
+from torch_c10d_ext.optimizer._agreement import compare, exchange_by_store, pack_plan, unpack_plan
+
+DEADLINE = 20.0
+
+KINDS = ["all_reduce(reduce_op=sum)", "all_gather_into_tensor(group_size=2)", "broadcast(src=0)"]
+
+
+class Meeting:
+    """What ranks exchange, one after the other in one thread: each rank is a replay."""
+
+    def __init__(self, plans: Sequence[Sequence[str]]) -> None:
+        self.plans = plans
+
+    def outcomes(self) -> list[CollectiveMismatch | None]:
+        """What each rank's comparison raises."""
+        rounds: list[list[bytes]] = []
+        while True:
+            given: list[bytes] = []
+            results: list[CollectiveMismatch | None] = []
+            for rank, plan in enumerate(self.plans):
+                at = iter(rounds)
+
+                def exchange(data: bytes, at: Any = at, asked: Any = given) -> list[bytes]:
+                    known: list[bytes] | None = next(at, None)
+                    if known is None:
+                        asked.append(data)
+                        raise _NextRound
+                    return known
+
+                try:
+                    compare(plan, rank, exchange)
+                    results.append(None)
+                except CollectiveMismatch as error:
+                    results.append(error)
+                except _NextRound:
+                    pass
+            if not given:
+                return results
+            assert len(given) == len(self.plans), "the ranks exchange different numbers of times"
+            assert len({len(data) for data in given}) == 1, "the ranks exchange different lengths"
+            rounds.append(given)
+
+
+class _NextRound(Exception):
+    pass
+
+
+def _random_plan(rng: random.Random) -> list[str]:
+    return [
+        f"{rng.choice(KINDS)} float32[{rng.choice([8, 16, 1024])}] on group #0 of 2"
+        for _ in range(rng.randint(1, 12))
+    ]
+
+
+def _diverged(rng: random.Random, plan: list[str]) -> tuple[list[str], int]:
+    """Another plan, and the number of the first launch that differs."""
+    other = list(plan)
+    at = rng.randrange(len(plan))
+    kind = rng.choice(["swap", "change", "drop", "add"])
+    if kind == "swap" and at + 1 < len(plan) and plan[at] != plan[at + 1]:
+        other[at], other[at + 1] = plan[at + 1], plan[at]
+    elif kind == "drop":
+        del other[at]
+    elif kind == "add":
+        other.insert(at, "reduce(dst=1) int64[3] on group #0 of 2")
+    else:
+        other[at] = "scatter(src=0) int8[5] on group #0 of 2"
+    first = 0
+    while first < min(len(plan), len(other)) and plan[first] == other[first]:
+        first += 1
+    return other, first
+
+
+def test_every_divergence_is_named_on_every_rank() -> None:
+    rng = random.Random(7)
+    for _ in range(10_000):
+        plan = _random_plan(rng)
+        other, first = _diverged(rng, plan)
+        if other == plan:
+            continue
+        ranks = rng.randint(2, 4)
+        odd = rng.randrange(ranks)
+        plans = [other if rank == odd else plan for rank in range(ranks)]
+        for error in Meeting(plans).outcomes():
+            assert error is not None
+            assert error.seq == first
+            assert f"as number {first} of the graph" in str(error)
+            named = [p[first] if first < len(p) else "nothing more" for p in (plan, other)]
+            assert all(text in str(error) for text in named), (named, str(error))
+            # Those that disagree with rank 0.
+            assert error.ranks == ([odd] if odd else list(range(1, ranks)))
+
+
+def test_equal_plans_agree() -> None:
+    rng = random.Random(8)
+    for _ in range(200):
+        plan = _random_plan(rng)
+        assert Meeting([plan] * 3).outcomes() == [None] * 3
+
+
+def test_plans_are_packed_alike() -> None:
+    plan = {"b": ["x", "y"], "a": ["z"]}
+    assert unpack_plan(pack_plan(plan)) == plan
+    assert pack_plan(plan) == pack_plan(dict(reversed(plan.items())))
+
+
+def _in_threads(size: int, fn: Callable[[int], Any]) -> list[Any]:
+    results: list[Any] = [None] * size
+
+    def call(rank: int) -> None:
+        try:
+            results[rank] = fn(rank)
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=call, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE)
+        assert not thread.is_alive()
+    return results
+
+
+def test_stores_carry_the_comparison() -> None:
+    store = dist.HashStore()
+    plans = [["a", "b"], ["a", "b"], ["a", "c"]]
+
+    def meet(rank: int) -> None:
+        compare(plans[rank], rank, exchange_by_store(store, rank, 3, "plan", DEADLINE), "(here)")
+
+    began = time.monotonic()
+    errors = _in_threads(3, meet)
+    assert all(isinstance(error, CollectiveMismatch) for error in errors)
+    assert "as number 1 of the graph: ranks 0, 1: b; rank 2: c (here)" in str(errors[0])
+    assert time.monotonic() - began < DEADLINE / 2
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    store = dist.HashStore()
+    exchange = exchange_by_store(store, 0, 2, "plan", 0.2, "(rank 0/2, group 'g')")
+    with pytest.raises(CollectiveTimeout, match="got none of rank 1 \\(rank 0/2, group 'g'\\)"):
+        compare(["a"], 0, exchange)
+
+
+# --- offline -------------------------------------------------------------------------------------
+
+
+def test_orders_that_meet_have_no_deadlock() -> None:
+    a = [("start", "g", "x"), ("start", "h", "y"), ("wait", "g", "0"), ("wait", "h", "0")]
+    b = [("start", "h", "y"), ("start", "g", "x"), ("wait", "h", "0"), ("wait", "g", "0")]
+    assert find_deadlock([a, b]) is None
+
+
+def test_crossed_waits_are_a_deadlock() -> None:
+    a = [("start", "g", "x"), ("wait", "g", "0"), ("start", "h", "y"), ("wait", "h", "0")]
+    b = [("start", "h", "y"), ("wait", "h", "0"), ("start", "g", "x"), ("wait", "g", "0")]
+    text = find_deadlock([a, b])
+    assert (
+        text == "rank 0 waits for collective 0 of group 'g', which ranks [1] do not come to start"
+    )
+
+
+def test_other_orders_in_a_group_are_named() -> None:
+    a = [("start", "g", "x"), ("start", "g", "y")]
+    b = [("start", "g", "y"), ("start", "g", "x")]
+    text = find_deadlock([a, b])
+    assert text == "collective 0 of group 'g' is y on rank 1 and x on rank 0"
+    assert find_deadlock([a, a[:1]]) == "the ranks of group 'g' start {0: 2, 1: 1} collectives"
+
+
+# --- on real ranks -------------------------------------------------------------------------------
+
+
+def _graph(order: Sequence[str], group: str) -> Any:
+    b = Builder()
+    x = b.input("x", 64, 64)
+    results = []
+    for op in order:
+        m = b.call(aten.mm.default, x, x)
+        y = b.call(torch.ops.c10d_ext.all_reduce.default, m, op, group)
+        results.append(b.call(torch.ops.c10d_ext.wait_tensor.default, y))
+    return b.done(*results)
+
+
+def _diverge() -> tuple[str, float]:
+    group = str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+    settings = Settings.of(
+        None, None, link=Link(5e-6, 1e9, shared="w"), compute=Compute(1e10, 1e10), bucket=False
+    )
+    x = torch.ones(64, 64)
+    same, about = optimize_and_report(_graph(["sum", "max", "min"], group), settings)
+    assert about.changed
+    same(x)
+    same(x)
+    # The first rank knows its plan, as if the other one alone had been compiled again.
+    order = ["sum", "max", "min"] if dist.get_rank() == 0 else ["sum", "min", "max"]
+    other, about = optimize_and_report(_graph(order, group), settings)
+    assert about.changed
+    dist.barrier()
+    began = time.monotonic()
+    try:
+        other(x)
+    except CollectiveMismatch as error:
+        return str(error), time.monotonic() - began
+    raise AssertionError("the ranks' orders differ, and nobody says so")
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_the_first_difference_is_named_also_to_ranks_that_know_their_plan(backend: str) -> None:
+    for rank, (text, _) in enumerate(run(2, _diverge, backend=backend)):
+        assert "as number 1 of the graph" in text
+        assert "reduce_op=max" in text and "reduce_op=min" in text
+        assert f"(rank {rank}/2, group '" in text

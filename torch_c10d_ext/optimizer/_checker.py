@@ -1,0 +1,607 @@
+"""The independent checker: whether a graph computes what another one does, within a budget.
+
+It shares no code with the passes that it checks. Both graphs are evaluated symbolically: a node is
+worth a term, equal terms are one number, and memory that is written has a version. Then
+
+- the outputs, the inputs' memory, and all ordered effects must be worth the same in both graphs;
+- every collective must be started in both graphs, but for those a rule below replaces;
+- nothing may read what is still in flight, nor write what a collective in flight reads;
+- a launch of several reductions needs a backend that gives each element the same bits anywhere;
+- what is live at once must stay within the budget.
+
+The rules by which different terms are equal (each is bitwise, or asks for ``in_rank_order``):
+
+===========  =====================================================================================
+landed       ``wait(x) = x``
+coalesced    the k-th result of a launch of several is the collective of the k-th input
+repeated     ``min(min(x)) = min(x)`` over one group; ``max``, ``band`` and ``bor`` alike
+cast         ``cast(move(x)) = move(cast(x))`` for all_gather and broadcast
+gathered     ``all_gather(reduce_scatter(x)) = all_reduce(x)`` over one group; asks
+sums         ``all_reduce(a) + all_reduce(b) = all_reduce(a + b)``; only where rounding is allowed
+===========  =====================================================================================
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+_SPACES = ("c10d_ext", "_c10d_functional")
+_KINDS = (
+    "all_reduce",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "broadcast",
+    "all_to_all_single",
+    "all_gather",
+    "reduce_scatter",
+    "reduce",
+    "gather",
+    "scatter",
+    "permute_tensor",
+)
+_SUM = ("str", repr("sum"))
+_REPEATABLE = tuple(("str", repr(op)) for op in ("min", "max", "band", "bor"))
+_CASTS = ("aten._to_copy.default", "prims.convert_element_type.default")
+_ANY_ORDER = ("min", "max", "band", "bor", "bxor")
+
+# Whether a group gives a reduced element the same bits wherever in a message it stands.
+InRankOrder = Callable[[str], bool]
+
+
+class CheckFailed(Exception):
+    """The graphs differ; the text says where."""
+
+
+def check_rewrite(
+    before: Graph,
+    after: Graph,
+    budget: float,
+    in_rank_order: InRankOrder,
+    bytes_of: Callable[[torch.Tensor], int] | None = None,
+    rounding: bool = False,
+) -> None:
+    """Raises CheckFailed unless ``after`` may take the place of ``before``.
+
+    Args:
+        before: the graph as it was.
+        after: the graph as it is.
+        budget: bytes that ``after`` may hold at once.
+        in_rank_order: asked with the group of each new bucket of reductions.
+        rounding: whether sums may be made in another order.
+        bytes_of: the size of a fake tensor's storage; by default what the tensor says.
+    """
+    terms = _Terms(rounding, in_rank_order)
+    old = _Evaluation(before, terms).run()
+    new = _Evaluation(after, terms).run()
+    _same("the outputs", old.outputs, new.outputs, terms)
+    _same("what inputs hold at the end", old.final, new.final, terms)
+    _same("the number of effects", len(old.effects), len(new.effects), terms)
+    for k, (a, b) in enumerate(zip(old.effects, new.effects, strict=True)):
+        _same(f"effect {k}", a, b, terms)
+    _same("which outputs share memory", old.shared, new.shared, terms)
+    lost = set(old.collectives) - set(new.collectives)
+    extra = set(new.collectives) - set(old.collectives)
+    # A collective that another one replaces by a rule is none that somebody lost.
+    instead: set[int] = set()
+
+    def is_kept(term: int) -> bool:
+        if term in new.collectives:
+            return True
+        made = old.replaced.get(term, set())
+        instead.update(made)
+        return bool(made) and all(is_kept(each) for each in made)
+
+    lost = {term for term in lost if not is_kept(term)}
+    extra -= instead
+    for term in sorted(lost | extra):
+        name = old.collectives.get(term) or new.collectives.get(term)
+        where = "the old graph" if term in lost else "the new graph"
+        raise CheckFailed(f"{name} is in {where} alone")
+    for bucket, (node, op, group, dtypes, space) in new.buckets.items():
+        if bucket in old.buckets:
+            continue
+        if len(dtypes) != 1:
+            raise CheckFailed(f"{node} holds dtypes {sorted(map(str, dtypes))}")
+        dtype = next(iter(dtypes))
+        exact = op in (None, *_ANY_ORDER) or (
+            op == "sum" and not dtype.is_floating_point and not dtype.is_complex
+        )
+        if not exact and not in_rank_order(group):
+            raise CheckFailed(
+                f"{node} merges {space} {op} of {dtype} in group '{group}', whose sums depend on "
+                "an element's place in a message"
+            )
+    peak = peak_bytes(after, bytes_of or (lambda t: int(t.untyped_storage().nbytes())))
+    if peak > budget * (1 + 1e-9):
+        raise CheckFailed(f"it holds {peak:,.0f} bytes, more than the budget of {budget:,.0f}")
+
+
+def _same(what: str, a: Any, b: Any, terms: _Terms) -> None:
+    if a != b:
+        raise CheckFailed(f"{what} differ: {terms.show(a)} and {terms.show(b)}")
+
+
+class _Terms:
+    """Numbers for terms: equal terms are one number."""
+
+    def __init__(self, rounding: bool, in_rank_order: InRankOrder) -> None:
+        self.numbers: dict[Hashable, int] = {}
+        self.names: list[str] = []
+        self.keys: list[Any] = []
+        self.rounding, self.in_rank_order = rounding, in_rank_order
+
+    def number(self, key: Hashable, name: str) -> int:
+        found = self.numbers.get(key)
+        if found is None:
+            found = self.numbers[key] = len(self.names)
+            self.names.append(name)
+            self.keys.append(key)
+        return found
+
+    def collective(self, value: Any, *kinds: str) -> Any:
+        """Space, kind, arguments and input of the collective that a term is, if it is one."""
+        key = self.keys[value] if isinstance(value, int) and 0 <= value < len(self.keys) else ()
+        is_one = isinstance(key, tuple) and len(key) == 4 and key[0] in _SPACES and key[1] in kinds
+        return key if is_one else None
+
+    def show(self, value: Any) -> str:
+        if isinstance(value, int) and 0 <= value < len(self.names):
+            return self.names[value]
+        if isinstance(value, tuple):
+            return f"({', '.join(self.show(v) for v in value)})"
+        return str(value)
+
+
+class _Cell:
+    """A piece of memory: what it holds, and which collective in flight reads or writes it."""
+
+    __slots__ = ("maker", "readers", "version", "writer")
+
+    def __init__(self, maker: int) -> None:
+        self.maker = maker
+        self.version: int | None = None  # None: as it was made
+        self.writer: tuple[Node, int] | None = None  # the launch, and which of its collectives
+        self.readers: set[tuple[Node, int]] = set()
+
+
+class _Evaluation:
+    """A graph's symbolic run."""
+
+    def __init__(self, graph: Graph, terms: _Terms) -> None:
+        self.graph, self.terms = graph, terms
+        self.term: dict[Node, Any] = {}  # a number, or a tuple of them
+        self.cells: dict[Node, tuple[_Cell, ...]] = {}
+        self.by_storage: dict[int, _Cell] = {}
+        self.inputs: list[tuple[str, _Cell]] = []
+        self.outputs: Any = None
+        self.final: tuple[Any, ...] = ()
+        self.shared: tuple[Any, ...] = ()
+        self.effects: list[Any] = []
+        self.collectives: dict[int, str] = {}
+        self.replaced: dict[int, set[int]] = {}  # by a rule: by which collectives
+        self.buckets: dict[Any, tuple[str, str | None, str, set[torch.dtype], str]] = {}
+        # By launch and number: what it reads and writes.
+        self.flying: dict[tuple[Node, int], tuple[tuple[_Cell, ...], tuple[_Cell, ...]]] = {}
+
+    def run(self) -> _Evaluation:
+        count = 0
+        for node in self.graph.nodes:
+            for given in node.all_input_nodes:
+                if given not in self.term:
+                    raise CheckFailed(f"{node.name} comes before {given.name}, which it uses")
+            if node.op == "placeholder":
+                self._make(node, self.terms.number(("input", count), node.name), held=True)
+                count += 1
+            elif node.op == "get_attr":
+                self._make(node, self.terms.number(("attribute", node.target), node.name), True)
+            elif node.op == "output":
+                self._output(node)
+            else:
+                self._call(node)
+        return self
+
+    # --- nodes ---------------------------------------------------------------------------------
+
+    def _make(self, node: Node, term: Any, held: bool = False, views: Iterable[Node] = ()) -> None:
+        self.term[node] = term
+        shared: dict[_Cell, None] = {}
+        for tensor in _tensors(_val(node)):
+            address = tensor.untyped_storage()._cdata
+            cell = self.by_storage.get(address)
+            if cell is None:
+                bases = [c for base in views for c in self.cells[base]]
+                if bases:
+                    shared.update(dict.fromkeys(bases))
+                    continue
+                cell = self.by_storage[address] = _Cell(term if isinstance(term, int) else -1)
+                if held:
+                    self.inputs.append((node.name, cell))
+            shared[cell] = None
+        self.cells[node] = tuple(shared)
+
+    def _output(self, node: Node) -> None:
+        self.outputs = self._value(node.args[0], in_flight=True)
+        self.term[node] = self.outputs
+        self.final = tuple(
+            (k, cell.version) for k, (_, cell) in enumerate(self.inputs) if cell.version is not None
+        )
+        # Which outputs share memory, with each other and with inputs.
+        seen: dict[_Cell, int] = {cell: k for k, (_, cell) in enumerate(self.inputs)}
+        shared = []
+        for given in _nodes(node.args[0]):
+            for cell in self.cells[given]:
+                shared.append(seen.setdefault(cell, len(seen)))
+        self.shared = tuple(shared)
+
+    def _call(self, node: Node) -> None:
+        target = node.target
+        op = getattr(target, "default", target) if _is_packet(target) else target
+        if target is operator.getitem:
+            source, k = node.args
+            whole = self.term[source]  # type: ignore[index]
+            if isinstance(whole, tuple) and isinstance(k, int):
+                self._make(node, whole[k], views=[source])  # type: ignore[list-item]
+            else:
+                key = ("item", whole, k if isinstance(k, int) else self._value(k))
+                term = self.terms.number(key, node.name)
+                self._make(node, term, views=[source])  # type: ignore[list-item]
+            return
+        if not hasattr(op, "_schema") or not hasattr(op, "namespace"):
+            self._opaque(node)
+            return
+        space, name = op._schema.name.split("::")
+        if space == "c10d_ext_optimizer":
+            self.term[node], self.cells[node] = -1, ()
+        elif space in _SPACES and name == "wait_tensor":
+            self._wait(node)
+        elif space in _SPACES and name != "copy_to_group":
+            self._collective(node, op, space, name)
+        else:
+            self._plain(node, op)
+
+    def _plain(self, node: Node, op: Any) -> None:
+        written, viewed = self._aliases(node, op)
+        has_result = bool(op._schema.returns)
+        is_view = bool(viewed) and not written and has_result
+        # A view is an address: it reads nothing yet.
+        key: Any = (
+            str(op),
+            self._value(node.args, address=is_view),
+            self._value(node.kwargs, address=is_view),
+        )
+        ordered = torch.Tag.nondeterministic_seeded in op.tags or not (has_result or written)
+        if not is_view:
+            self._touch(node, written)
+        if ordered:
+            key = (*key, len(self.effects))
+        term = self._rewritten(node, op, key)
+        if ordered:
+            self.effects.append(term)
+        for cell in self._cells(written):
+            cell.version = self.terms.number(("write", term, cell.version), node.name)
+        if written:
+            # The result is what was written.
+            self._make(node, self.term[written[0]], views=written)
+        else:
+            self._make(node, term, views=viewed)
+
+    def _rewritten(self, node: Node, op: Any, key: Any) -> int:
+        """The term of a computation, its collectives moved outwards by the rules."""
+        terms = self.terms
+        values, named = key[1], key[2]
+        moved = (
+            terms.collective(values[0], "all_gather_into_tensor", "broadcast") if values else None
+        )
+        if moved is not None and str(op) in _CASTS and all(k == "dtype" for k, _ in named):
+            inner = terms.number((key[0], (moved[3], *values[1:]), named), node.name)
+            return self._replace([values[0]], (*moved[:3], inner), f"{moved[1]} of {node.name}")
+        if terms.rounding and str(op) == "aten.add.Tensor" and not named and len(values) == 2:
+            pair = [terms.collective(v, "all_reduce") for v in values]
+            a, b = pair
+            if a is not None and b is not None and a[:3] == b[:3] and ("reduce_op", _SUM) in a[2]:
+                inner = terms.number((key[0], (a[3], b[3]), named), node.name)
+                return self._replace(list(values), (*a[:3], inner), f"all_reduce of {node.name}")
+        return terms.number(key, node.name)
+
+    def _replace(self, old: list[int], key: Any, name: str) -> int:
+        new = self.terms.number(key, name)
+        for each in old:
+            self.replaced.setdefault(each, set()).add(new)
+        return new
+
+    def _reduced_twice(self, key: Any, name: str) -> int | None:
+        """The term of a collective of a collective, where a rule makes one of them."""
+        space, kind, rest, value = key
+        operation = next((v for k, v in rest if k == "reduce_op"), "")
+        inner = self.terms.collective(value, kind) if kind == "all_reduce" else None
+        if inner is not None and inner[:3] == key[:3] and operation in _REPEATABLE:
+            return int(value)
+        inner = self.terms.collective(value, "reduce_scatter_tensor")
+        if kind == "all_gather_into_tensor" and inner is not None and inner[0] == space:
+            group = [v for k, v in rest if k == "group_name"]
+            if group == [v for k, v in inner[2] if k == "group_name"] and (
+                self.terms.rounding or self.terms.in_rank_order(group[0][1][1:-1])
+            ):
+                arguments = tuple(x for x in inner[2] if x[0] != "group_size")
+                return self._replace([value], (space, "all_reduce", arguments, inner[3]), name)
+        return None
+
+    def _opaque(self, node: Node) -> None:
+        """A call that may do anything with what it is given."""
+        given = node.all_input_nodes
+        plain = not _tensors(_val(node)) and not any(self.cells[n] for n in given)
+        key: Any = (_target_name(node), self._value(node.args), self._value(node.kwargs))
+        if plain and not _is_higher_order(node.target):
+            self._make(node, self.terms.number(key, node.name))
+            return
+        self._touch(node, given)
+        term = self.terms.number((*key, len(self.effects)), node.name)
+        started = frozenset(self.collectives) if _carries_collective(node) else None
+        self.effects.append((term, started, self._in_flight() if started is not None else None))
+        for cell in self._cells(given):
+            cell.version = self.terms.number(("write", term, cell.version), node.name)
+        self._make(node, term)
+
+    def _collective(self, node: Node, op: Any, space: str, name: str) -> None:
+        in_place = name.endswith("_")
+        into = name.endswith("_out")
+        name = name.removesuffix("_").removesuffix("_out")
+        several = name.endswith("_coalesced")
+        kind = name.removesuffix("_coalesced")
+        arguments = dict(zip([a.name for a in op._schema.arguments], node.args, strict=False))
+        arguments.update(node.kwargs)
+        tensors = [a.name for a in op._schema.arguments if "Tensor" in str(a.type)]
+        given = [n for t in tensors for n in _nodes(arguments.get(t))]
+        rest = tuple((k, self._value(v)) for k, v in sorted(arguments.items()) if k not in tensors)
+        group = str(arguments.get("group_name"))
+        if kind not in _KINDS:
+            self._touch(node, given)
+            term = self.terms.number(
+                (space, name, rest, self._value(given), len(self.effects)), node.name
+            )
+            self.effects.append((term, frozenset(self.collectives), self._in_flight()))
+            self._make(node, term)
+            return
+        self._touch(node, [])
+        self._check_landed(node, given)
+        values = [self._value(n) for n in given]
+        # One term for each: a launch of several is worth what launches of one are worth.
+        found = []
+        for n, value in zip(given, values, strict=True) if several else [(given[0], values)]:
+            key = (
+                space,
+                kind,
+                rest,
+                value if several else (value[0] if len(value) == 1 else tuple(value)),
+            )
+            made = self._reduced_twice(key, f"{kind} of {n.name}")
+            term = self.terms.number(key, f"{kind} of {n.name}") if made is None else made
+            self.collectives[term] = node.name
+            found.append(term)
+        if several:
+            reduce_op = arguments.get("reduce_op")
+            self.buckets[tuple(found)] = (
+                node.name,
+                str(reduce_op).lower() if reduce_op is not None else None,
+                group,
+                {t.dtype for n in given for t in _tensors(_val(n))},
+                space,
+            )
+        if in_place or into:
+            targets = [arguments["out"]] if into else (given if several else given[:1])
+            for n, term in zip(targets, found, strict=True):
+                self._touch(node, [n])
+                for cell in self.cells[n]:
+                    cell.version = self.terms.number(("write", term, cell.version), node.name)
+            self._make(node, self.term[targets[0]], views=targets)
+            if several:
+                self.term[node] = tuple(self.term[n] for n in targets)
+            results = [self.cells[n] for n in targets]
+        else:
+            self._make(node, tuple(found) if several else found[0])
+            results = [(cell,) for cell in self.cells[node]] if several else [self.cells[node]]
+        for k, written in enumerate(results):
+            read = self._cells([given[k]] if several else given)
+            for cell in written:
+                cell.writer = (node, k)
+            for cell in read:
+                cell.readers.add((node, k))
+            self.flying[node, k] = (read, written)
+
+    def _wait(self, node: Node) -> None:
+        (source,) = node.all_input_nodes
+        for cell in self.cells[source]:
+            start = cell.writer
+            if start is None:
+                continue
+            read, written = self.flying.pop(start)
+            for other in written:
+                other.writer = None
+            for other in read:
+                other.readers.discard(start)
+        self._make(node, self.term[source], views=[source])
+
+    # --- values --------------------------------------------------------------------------------
+
+    def _value(self, argument: Any, address: bool = False, in_flight: bool = False) -> Any:
+        """What an argument is worth now; a view of memory that was written, with its version."""
+        if isinstance(argument, Node):
+            term = self.term[argument]
+            if address:
+                return term
+            versions = tuple(c.version for c in self.cells[argument] if c.version is not None)
+            return ("read", term, versions) if versions else term
+        if isinstance(argument, list | tuple):
+            return tuple(self._value(a, address, in_flight) for a in argument)
+        if isinstance(argument, dict):
+            items = sorted(argument.items())
+            return tuple((k, self._value(v, address, in_flight)) for k, v in items)
+        if isinstance(argument, slice):
+            return (
+                "slice",
+                *(self._value(v) for v in (argument.start, argument.stop, argument.step)),
+            )
+        # By text, which tells -0.0 from 0.0 and 1 from 1.0 and True.
+        return (type(argument).__name__, repr(argument))
+
+    def _cells(self, nodes: Iterable[Node]) -> tuple[_Cell, ...]:
+        return tuple(dict.fromkeys(c for n in nodes for c in self.cells[n]))
+
+    def _aliases(self, node: Node, op: Any) -> tuple[list[Node], list[Node]]:
+        """The arguments that an op writes, and those that its result may be a view of."""
+        arguments = dict(zip([a.name for a in op._schema.arguments], node.args, strict=False))
+        arguments.update(node.kwargs)
+        written: list[Node] = []
+        viewed: list[Node] = []
+        results = any(r.alias_info is not None for r in op._schema.returns)
+        for a in op._schema.arguments:
+            if a.alias_info is not None:
+                if a.alias_info.is_write:
+                    written += _nodes(arguments.get(a.name))
+                elif results:
+                    viewed += _nodes(arguments.get(a.name))
+        return written, viewed
+
+    def _check_landed(self, node: Node, given: Iterable[Node]) -> None:
+        for cell in self._cells(given):
+            if cell.writer is not None:
+                raise CheckFailed(f"{node.name} uses what {cell.writer[0].name} has in flight")
+
+    def _touch(self, node: Node, written: list[Node]) -> None:
+        if not _is_collective_target(node):
+            self._check_landed(node, node.all_input_nodes)
+        for cell in self._cells(written):
+            if cell.writer is not None:
+                raise CheckFailed(f"{node.name} writes what {cell.writer[0].name} has in flight")
+            if cell.readers:
+                reader = next(iter(cell.readers))
+                raise CheckFailed(f"{node.name} writes what {reader[0].name} reads in flight")
+
+    def _in_flight(self) -> frozenset[Any]:
+        return frozenset(
+            self.term[n][k] if isinstance(self.term[n], tuple) else self.term[n]
+            for n, k in self.flying
+        )
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def peak_bytes(graph: Graph, bytes_of: Callable[[torch.Tensor], int]) -> float:
+    """The most bytes that results of nodes hold at once, run in the graph's order.
+
+    A storage lives from the node that makes it to the last one that uses it or a view of it, or
+    that waits for a collective which reads it.
+    """
+    storage_of: dict[Node, set[int]] = {}
+    size: dict[int, int] = {}
+    born: dict[int, int] = {}
+    dies: dict[int, int] = {}
+    caller: set[int] = set()
+    reads: dict[int, set[int]] = {}  # what a collective in flight reads, by what it writes
+    nodes = list(graph.nodes)
+    for at, node in enumerate(nodes):
+        mine: set[int] = set()
+        given = node.all_input_nodes
+        for tensor in _tensors(_val(node)):
+            address = tensor.untyped_storage()._cdata
+            if node.op in ("placeholder", "get_attr"):
+                caller.add(address)
+            elif address not in born and address not in caller:
+                op = node.target
+                alias = getattr(op, "_schema", None) is not None and any(
+                    r.alias_info is not None for r in op._schema.returns
+                )
+                is_wait = "wait_tensor" in str(op)
+                if (alias or is_wait or op is operator.getitem) and any(
+                    storage_of[n] for n in given
+                ):
+                    for n in given:
+                        mine |= storage_of[n]
+                    continue
+                born[address] = at
+                size[address] = bytes_of(tensor)
+            mine.add(address)
+        storage_of[node] = mine
+        used = set(mine)
+        for n in given:
+            used |= storage_of[n]
+        if node.op == "call_function" and str(node.target).startswith(_SPACES):
+            if "wait_tensor" in str(node.target):
+                for address in set(used):
+                    used |= reads.get(address, set())
+            else:
+                several = isinstance(_val(node), list | tuple)
+                listed = _nodes(node.args[0]) if several else []
+                for k, tensor in enumerate(_tensors(_val(node))):
+                    # A wait for one result of a launch of several ends what that one read.
+                    sources = [listed[k]] if k < len(listed) else given
+                    held = set().union(*(storage_of[n] for n in sources)) if sources else set()
+                    reads[tensor.untyped_storage()._cdata] = held
+        for address in used:
+            dies[address] = at
+    ends: dict[int, int] = {}
+    starts: dict[int, int] = {}
+    for address, at in born.items():
+        starts[at] = starts.get(at, 0) + size[address]
+        ends[dies[address]] = ends.get(dies[address], 0) + size[address]
+    live = peak = 0
+    for at in range(len(nodes)):
+        live += starts.get(at, 0)
+        peak = max(peak, live)
+        live -= ends.get(at, 0)
+    return peak
+
+
+# --- small things --------------------------------------------------------------------------------
+
+
+def _val(node: Node) -> Any:
+    return node.meta.get("val", node.meta.get("example_value"))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [t for v in value for t in _tensors(v)]
+    return []
+
+
+def _nodes(value: Any) -> list[Node]:
+    if isinstance(value, Node):
+        return [value]
+    if isinstance(value, dict):
+        return [n for v in value.values() for n in _nodes(v)]
+    if isinstance(value, list | tuple):
+        return [n for v in value for n in _nodes(v)]
+    return []
+
+
+def _is_packet(target: Any) -> bool:
+    return hasattr(target, "overloads") and hasattr(target, "_qualified_op_name")
+
+
+def _is_collective_target(node: Node) -> bool:
+    return str(node.target).startswith(_SPACES)
+
+
+def _is_higher_order(target: Any) -> bool:
+    return hasattr(target, "py_kernels") and not hasattr(target, "_schema")
+
+
+def _carries_collective(node: Node) -> bool:
+    """Whether an op that carries another one, or a graph, may communicate."""
+    if any(str(a).startswith(_SPACES) for a in node.args if hasattr(a, "_schema")):
+        return True
+    return any(n.op == "get_attr" and not _tensors(_val(n)) for n in node.all_input_nodes)
+
+
+def _target_name(node: Node) -> str:
+    target = node.target
+    return str(getattr(target, "__module__", "")) + "." + str(getattr(target, "__name__", target))

@@ -1,0 +1,116 @@
+"""What nodes cost: seconds of computation, seconds on a link, bytes of memory.
+
+All of it from shapes, so that ranks that run one program come to the same numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from torch_c10d_ext.optimizer._collectives import tensors_in, value_of
+from torch_c10d_ext.report import Compute, Link
+
+# Stands for every size that is not known when the graph is made. What was traced with may differ
+# between ranks, and so must not decide anything.
+UNKNOWN_SIZE = 1024
+
+
+@dataclass
+class Costs:
+    """The cost model of one run of the optimizer.
+
+    Args:
+        link: what a collective costs on a group that ``links`` does not name.
+        links: by group name.
+        compute: rates, or a function of a node in seconds.
+        sizes: values of symbolic sizes by name.
+    """
+
+    link: Link = field(default_factory=Link)
+    links: Mapping[str, Link] = field(default_factory=dict)
+    compute: Compute | Callable[[Node], float] = field(default_factory=Compute)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    _known: dict[Any, int] = field(default_factory=dict)
+
+    def size(self, value: Any) -> int:
+        """A number for a size."""
+        if type(value) is int:
+            return value
+        if isinstance(value, torch.SymInt):
+            if value.node.is_constant() if hasattr(value.node, "is_constant") else False:
+                return int(value)
+            expression = value.node.expr
+            if expression not in self._known:
+                numbers = {s: self.sizes.get(s.name, UNKNOWN_SIZE) for s in expression.free_symbols}
+                self._known[expression] = max(0, int(expression.subs(numbers)))
+            return self._known[expression]
+        return int(value)
+
+    def elements(self, tensor: torch.Tensor) -> int:
+        count = 1
+        for size in tensor.shape:
+            count *= size if type(size) is int else self.size(size)
+        return count
+
+    def bytes_of(self, value: Any) -> int:
+        return sum(self.elements(t) * t.dtype.itemsize for t in tensors_in(value))
+
+    def storage_bytes(self, tensor: torch.Tensor) -> int:
+        """Bytes of the memory behind a tensor, which may be larger than the tensor."""
+        size = tensor.untyped_storage().nbytes()
+        return size if type(size) is int else self.size(size)
+
+    def link_of(self, group: str) -> Link:
+        return self.links.get(group, self.link)
+
+    def lane_of(self, group: str) -> str:
+        """The name of the resource that the group's collectives take turns on."""
+        link = self.link_of(group)
+        return f"link {link.shared}" if link.shared else f"group {group}"
+
+    def seconds(self, node: Node, op: Any) -> float:
+        """How long the rank computes."""
+        if not isinstance(self.compute, Compute):
+            return float(self.compute(node))
+        moved = self.bytes_of(value_of(node))
+        for given in node.all_input_nodes:
+            moved += self.bytes_of(value_of(given))
+        return max(moved / self.compute.memory_bandwidth, self.flops(node, op) / self.compute.flops)
+
+    def flops(self, node: Node, op: Any) -> float:
+        """Floating-point operations of products, attention and convolutions."""
+        formula = _flop_formula(op)
+        if formula is None:
+            return 0.0
+
+        def shape(argument: Any) -> Any:
+            value = value_of(argument) if isinstance(argument, Node) else argument
+            if isinstance(value, torch.Tensor):
+                return torch.Size([self.size(s) for s in value.shape])
+            if isinstance(value, torch.SymInt):
+                return self.size(value)
+            if isinstance(value, list | tuple):
+                return type(value)(shape(v) for v in value)
+            return value
+
+        given = [shape(a) for a in node.args]
+        named = {k: shape(v) for k, v in node.kwargs.items()}
+        try:
+            return float(formula(*given, **named, out_val=None, out_shape=shape(node)))
+        except (TypeError, ValueError, AssertionError, IndexError):
+            return 0.0  # a formula for another form of the op
+
+
+@functools.cache
+def _flop_formula(op: Any) -> Any:
+    """Torch's own count of an op's floating-point operations."""
+    from torch.utils.flop_counter import flop_registry
+
+    found = flop_registry.get(getattr(op, "overloadpacket", None))
+    return getattr(found, "__wrapped__", found)

@@ -1,0 +1,513 @@
+"""``optimize``: what users call, and the order in which the optimizer's parts do their work."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Graph, GraphModule, Node
+
+from torch_c10d_ext._groups import (
+    group_name,
+    group_size,
+    has_cpu,
+    is_fake,
+    process_group,
+    sums_in_rank_order,
+)
+from torch_c10d_ext.errors import InvalidArgument
+from torch_c10d_ext.optimizer import _agreement
+from torch_c10d_ext.optimizer._algebra import simplify
+from torch_c10d_ext.optimizer._buckets import bucket_key, is_exact
+from torch_c10d_ext.optimizer._checker import CheckFailed, check_rewrite
+from torch_c10d_ext.optimizer._collectives import Collective, form_of, op_of, value_of
+from torch_c10d_ext.optimizer._costs import Costs
+from torch_c10d_ext.optimizer._plan import TOLERANCE, Plan, choose_plan
+from torch_c10d_ext.optimizer._problem import Problem, Unsupported, read_problem
+from torch_c10d_ext.optimizer._rewrite import apply_schedule
+from torch_c10d_ext.optimizer._schedule import Step
+from torch_c10d_ext.optimizer._simulate import hidden_share, lower_bound
+from torch_c10d_ext.report import Compute, Link
+
+_log = logging.getLogger("torch_c10d_ext")
+
+Program = TypeVar("Program", GraphModule, ExportedProgram)
+
+# What a schedule may hold where nothing is said: so many times what the graph's own order holds.
+DEFAULT_MEMORY = 1.1
+
+_MEBI = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What :func:`optimize` and ``communication_options`` take; see there."""
+
+    link: Link = field(default_factory=lambda: Link(shared="network"))
+    links: tuple[tuple[str, Link], ...] = ()
+    compute: Compute | Callable[[Node], float] = field(default_factory=Compute)
+    sizes: tuple[tuple[str, int], ...] = ()
+    memory_budget: int | None = None
+    bucket_bytes: int = 64 * _MEBI
+    numerics: str = "bitwise"
+    overlap: bool = True
+    bucket: bool = True
+    algebra: bool = True
+    agree: str = "every"
+
+    def __post_init__(self) -> None:
+        if self.numerics not in ("bitwise", "rounding"):
+            raise InvalidArgument(
+                f"optimize: numerics must be 'bitwise' or 'rounding', got {self.numerics!r}"
+            )
+        if self.agree not in ("every", "first", "never"):
+            raise InvalidArgument(
+                f"optimize: agree must be 'every', 'first' or 'never', got {self.agree!r}"
+            )
+        if self.bucket_bytes <= 0:
+            raise InvalidArgument(
+                f"optimize: bucket_bytes must be positive, got {self.bucket_bytes}"
+            )
+        if self.memory_budget is not None and self.memory_budget < 0:
+            raise InvalidArgument(
+                f"optimize: memory_budget must be 0 or more, got {self.memory_budget}"
+            )
+
+    @staticmethod
+    def of(
+        links: Mapping[Any, Link] | None, sizes: Mapping[str, int] | None, **rest: Any
+    ) -> Settings:
+        """Settings from arguments as users give them; None is the default."""
+        named = tuple(sorted((group_name(g), cost) for g, cost in (links or {}).items()))
+        given = {k: v for k, v in rest.items() if v is not None}
+        return Settings(links=named, sizes=tuple(sorted((sizes or {}).items())), **given)
+
+    def without_agreement(self) -> Settings:
+        return replace(self, agree="never")
+
+    def key(self) -> str | None:
+        """What a cache may tell these settings from others by; None where nothing does."""
+        return repr(self) if isinstance(self.compute, Compute) else None
+
+    def costs(self) -> Costs:
+        return Costs(self.link, dict(self.links), self.compute, dict(self.sizes))
+
+
+@dataclass
+class Optimization:
+    """What was done with a graph; ``str`` makes a text of it.
+
+    Attributes:
+        changed: whether the graph is another one.
+        reason: why it is not.
+        done: what was done, a line each.
+        missed: what was not, and why.
+        seconds_before, seconds: of a run, by the cost model.
+        peak_before, peak: bytes held at once by results of the graph's nodes.
+        launches_before, launches: collectives that are started.
+        hidden_before, hidden: the share of what computation can hide that it does.
+        plan: by group, the launches in their order, as the ranks compare them.
+        order: launches and waits, as :func:`find_deadlock` takes them.
+        work: steps that it took to decide.
+    """
+
+    changed: bool = False
+    reason: str = ""
+    done: list[str] = field(default_factory=list)
+    missed: list[str] = field(default_factory=list)
+    seconds_before: float = 0.0
+    seconds: float = 0.0
+    peak_before: float = 0.0
+    peak: float = 0.0
+    launches_before: int = 0
+    launches: int = 0
+    hidden_before: float = 1.0
+    hidden: float = 1.0
+    plan: dict[str, list[str]] = field(default_factory=dict)
+    order: list[tuple[str, str, str]] = field(default_factory=list)
+    work: int = 0
+
+    def __str__(self) -> str:
+        lines = []
+        if self.changed:
+            lines.append(
+                f"step {self.seconds_before * 1e6:,.1f} -> {self.seconds * 1e6:,.1f} us, "
+                f"hidden {self.hidden_before:.0%} -> {self.hidden:.0%}, launches "
+                f"{self.launches_before} -> {self.launches}"
+            )
+            lines.append(f"peak {self.peak_before:,.0f} -> {self.peak:,.0f} bytes")
+        else:
+            lines.append(f"unchanged: {self.reason}")
+        lines += [f"done: {line}" for line in self.done]
+        lines += [f"not: {line}" for line in self.missed]
+        return "\n".join(lines)
+
+
+def optimize(
+    program: Program,
+    *,
+    link: Link | None = None,
+    links: Mapping[Any, Link] | None = None,
+    compute: Compute | Callable[[Node], float] | None = None,
+    sizes: Mapping[str, int] | None = None,
+    memory_budget: int | None = None,
+    bucket_bytes: int | None = None,
+    numerics: str = "bitwise",
+    overlap: bool = True,
+    bucket: bool = True,
+    algebra: bool = True,
+    agree: str = "every",
+    explain: bool = False,
+) -> Program:
+    """Reorders, merges and simplifies the collectives of a graph so that it takes less time.
+
+    Starts move up and waits move down as far as memory allows, so that computation runs meanwhile;
+    collectives that queue for a link share a launch; collectives that are not needed go. Where the
+    cost model sees no gain, or the graph is not understood in full, the program comes back as it
+    is, and the reason is logged. An independent checker compares each new graph with the old one.
+
+    Ranks that run one program come to one order: nothing that differs between ranks decides. Where
+    they do not run one program after all, running the graph raises ``CollectiveMismatch`` on every
+    rank, and names the first collective that differs.
+
+    Args:
+        program: a ``GraphModule`` of ATen ops, as make_fx, AOTAutograd and Inductor make them, or
+            an ``ExportedProgram``. It is left untouched.
+        link: what a collective costs. By default all groups share one wire.
+        links: the same for some groups, see :data:`torch_c10d_ext.functional.Group`.
+        compute: what everything else costs: rates, or a function of a node in seconds, which must
+            return the same on all ranks.
+        sizes: values for symbolic sizes by name. Other sizes that are not known count as 1024.
+        memory_budget: bytes that results of nodes may take at once; by default a tenth more than
+            they take in the graph's own order. Where they take more than the budget there, the
+            graph stays as it is.
+        bucket_bytes: bytes of a rank's inputs that one launch may take.
+        numerics: ``"bitwise"``: the values stay the same to the last bit. ``"rounding"``: sums may
+            be made in another order, which backends other than shm need for buckets of sums.
+        overlap: whether nodes may be moved.
+        bucket: whether collectives may share a launch.
+        algebra: whether collectives may be replaced by cheaper ones.
+        agree: when the ranks compare their orders, before the graph's first collective.
+            ``"every"``: at every run, which costs a collective of 40 bytes per group, and also
+            finds a rank that was recompiled by itself; groups without CPU tensors compare at the
+            first run. ``"first"``: at the first run alone. ``"never"``.
+        explain: prints what was done, what not, and why.
+
+    Returns:
+        A program of the same type; ``program`` itself where nothing was gained.
+
+    Raises:
+        ValueError: a setting out of its range, unknown group in ``links``.
+        TypeError: ``program`` is of another type.
+
+    Example, on every rank::
+
+        graph = make_fx(step)(*inputs)
+        step = torch_c10d_ext.optimize(graph, link=Link(20e-6, 10e9), explain=True)
+        # step 915.4 -> 640.2 us, hidden 0% -> 97%, launches 48 -> 6 ...
+
+    The model of memory: a result lives from its node to the last node that uses it or a view of
+    it; what a collective reads and writes lives to its wait. The scheduler is list scheduling with
+    a banker's test for memory (Graham 1969; Dijkstra 1965).
+    """
+    settings = Settings.of(
+        links,
+        sizes,
+        link=link,
+        compute=compute,
+        memory_budget=memory_budget,
+        bucket_bytes=bucket_bytes,
+        numerics=numerics,
+        overlap=overlap,
+        bucket=bucket,
+        algebra=algebra,
+        agree=agree,
+    )
+    result, about = optimize_and_report(program, settings)
+    if explain:
+        print(about)
+    return result
+
+
+def optimize_and_report(program: Program, settings: Settings) -> tuple[Program, Optimization]:
+    """:func:`optimize`, with a record of what was done."""
+    if not isinstance(program, GraphModule | ExportedProgram):
+        raise TypeError(
+            "optimize: program must be a torch.fx.GraphModule or ExportedProgram, got "
+            f"{type(program).__name__}"
+        )
+    for name, _ in settings.links:
+        process_group(name)  # its error says which groups there are
+    module = program if isinstance(program, GraphModule) else program.graph_module
+    graph, about = optimized_graph(module.graph, settings)
+    if graph is None:
+        return program, about
+    new = GraphModule(module, graph)
+    new.meta.update(module.meta)
+    if isinstance(program, GraphModule):
+        new.train(program.training)
+        return new, about
+    exported = ExportedProgram(
+        root=new,
+        graph=new.graph,
+        graph_signature=copy.deepcopy(program.graph_signature),
+        state_dict=program.state_dict,
+        range_constraints=program.range_constraints,
+        module_call_graph=program.module_call_graph,
+        example_inputs=program.example_inputs,
+        constants=program.constants,
+    )
+    return exported, about
+
+
+def optimized_graph(
+    graph: Graph, settings: Settings, in_place: bool = False
+) -> tuple[Graph | None, Optimization]:
+    """A better graph, or None; and what was done.
+
+    Args:
+        graph: what to improve.
+        settings: see :func:`optimize`.
+        in_place: whether ``graph`` itself is changed, once a changed copy has passed the checker.
+            For compilers, which move calls without results: there the ranks' comparison is bound
+            to the first collective's input.
+    """
+    about = Optimization()
+    try:
+        decided = _decide(graph, settings, about)
+    except Unsupported as error:
+        about.reason = str(error)
+        _log.info("optimize: the graph stays as it is, as %s", about.reason)
+        if in_place and settings.agree == "every" and any(map(_tells_nothing_apart, about.plan)):
+            # Another rank, whose graph became another one, compares: this one must not start
+            # something else meanwhile.
+            _add_agreement(graph, about, every=True, in_place=True)
+        return None, about
+    except CheckFailed as error:
+        # Not the user's mistake: the old graph is right, and somebody should hear of it.
+        about = Optimization(reason=f"the checker found the new graph to differ: {error}")
+        _log.warning("optimize: the graph stays as it is, as %s", about.reason)
+        return None, about
+    about.changed = True
+    new, order = decided
+    if in_place:
+        # The same steps once more: names of nodes stay, which a copy's would not.
+        p = _problem(graph, settings.costs())
+        if settings.algebra and simplify(graph, p, settings.numerics, _same_bits(settings)):
+            p = _problem(graph, settings.costs())
+        apply_schedule(graph, p, order)
+        new = graph
+    if settings.agree != "never" and about.plan:
+        _add_agreement(new, about, settings.agree == "every", in_place)
+    new.lint()
+    return new, about
+
+
+def _decide(
+    given: Graph, settings: Settings, about: Optimization
+) -> tuple[Graph, tuple[Step, ...]]:
+    """A copy of a graph that is faster and has passed the checker, and the order of its nodes."""
+    if not _has_collectives(given):
+        raise Unsupported("it has no collectives")
+    costs = settings.costs()
+    graph = _copy_of(given)
+    p = _problem(graph, costs)
+    own = choose_plan(p, {}, {}, cap=1, memory=None, overlap=False)
+    _describe(p, own, about)
+    about.seconds_before, about.peak_before = own.before.total, own.peak_before
+    about.launches_before = own.before.launches
+    bound = lower_bound(p)
+    about.hidden_before = hidden_share(p, own.before.total, bound)
+    about.seconds, about.peak = about.seconds_before, about.peak_before
+    about.launches, about.hidden = about.launches_before, about.hidden_before
+    budget = settings.memory_budget
+    memory = own.peak_before * DEFAULT_MEMORY if budget is None else float(budget)
+    if own.peak_before > memory:
+        raise Unsupported(
+            f"it holds {own.peak_before:,.0f} bytes in its own order, more than the budget of "
+            f"{memory:,.0f}"
+        )
+    simplified = []
+    if settings.algebra:
+        simplified = simplify(graph, p, settings.numerics, _same_bits(settings))
+        if simplified:
+            p = _problem(graph, costs)
+    keys, sizes = _bucket_keys(p, settings, costs, about) if settings.bucket else ({}, {})
+    plan = choose_plan(
+        p, keys, sizes, cap=settings.bucket_bytes, memory=memory, overlap=settings.overlap
+    )
+    about.work = plan.work
+    # Comparing takes a small collective per group.
+    price = 0.0
+    if settings.agree == "every":
+        groups = {c.group: c.ranks for c in p.collectives.values() if c.ranks > 1}
+        for group, ranks in groups.items():
+            price += costs.link_of(group).seconds("all_gather_into_tensor", ranks, 40 * ranks)
+    gained = plan.timing.total + price < own.before.total * (1 - TOLERANCE)
+    fewer = bool(simplified) and plan.timing.total + price <= own.before.total
+    if not (gained or fewer) or plan.peak > memory:
+        raise Unsupported(
+            "no schedule is faster by the cost model than its own, "
+            f"{own.before.total * 1e6:,.1f} us"
+        )
+    about.done += simplified
+    _describe(p, plan, about)
+    apply_schedule(graph, p, plan.order)
+    about.seconds, about.peak, about.launches = plan.timing.total, plan.peak, plan.timing.launches
+    about.hidden = hidden_share(p, plan.timing.total, lower_bound(p) if simplified else bound)
+    check_rewrite(
+        given,
+        graph,
+        memory,
+        lambda group: (
+            settings.numerics == "rounding" or group_size(group) <= 2 or sums_in_rank_order(group)
+        ),
+        costs.storage_bytes,
+        settings.numerics == "rounding",
+    )
+    return graph, plan.order
+
+
+def _copy_of(given: Graph) -> Graph:
+    # Not deepcopy, which copies what describes the inputs, too, with a warning of torch's.
+    graph = Graph(tracer_cls=getattr(given, "_tracer_cls", None))
+    copied = graph.graph_copy(given, {}, return_output_node=True)
+    assert isinstance(copied, tuple)
+    value, old = copied
+    graph.output(value, type_expr=old.type).meta = copy.copy(old.meta)
+    graph.set_codegen(given._codegen)
+    graph.owning_module = given.owning_module  # which holds nested graphs
+    return graph
+
+
+def _has_collectives(graph: Graph) -> bool:
+    for node in graph.nodes:
+        op = op_of(node)
+        form = form_of(op) if op is not None else None
+        if form is not None:
+            return True
+    return False
+
+
+def _problem(graph: Graph, costs: Costs) -> Problem:
+    sizes: dict[str, int] = {}
+
+    def size_of(name: str) -> int:
+        if name not in sizes:
+            try:
+                sizes[name] = group_size(name)
+            except ValueError as error:
+                raise Unsupported(str(error)) from error
+        return sizes[name]
+
+    return read_problem(graph, costs, size_of)
+
+
+def _same_bits(settings: Settings) -> Callable[[Collective], bool]:
+    known: dict[str, bool] = {}
+
+    def same(c: Collective) -> bool:
+        if c.group not in known:
+            known[c.group] = sums_in_rank_order(c.group)
+        return settings.numerics == "rounding" or known[c.group] or is_exact(c)
+
+    return same
+
+
+def _bucket_keys(
+    p: Problem, settings: Settings, costs: Costs, about: Optimization
+) -> tuple[dict[int, Hashable], dict[int, float]]:
+    same = _same_bits(settings)
+    keys: dict[int, Hashable] = {}
+    sizes: dict[int, float] = {}
+    why_not: dict[tuple[str, str], int] = {}
+    output = p.nodes[-1]
+    for i, c in p.collectives.items():
+        key, why = bucket_key(c, same)
+        if key is not None and output in c.node.users:
+            key, why = None, "it is returned in flight"
+        if key is None:
+            why_not[c.kind, why] = why_not.get((c.kind, why), 0) + 1
+            continue
+        keys[i] = key
+        sizes[i] = costs.bytes_of(value_of(c.inputs[0]))
+    if p.fixed_order and keys:
+        about.missed.append("buckets: ranks move different sizes, so that the order is kept")
+    for (kind, why), count in why_not.items():
+        about.missed.append(f"{count} {kind} in no bucket: {why}")
+    counts: dict[Hashable, int] = {}
+    for key in keys.values():
+        counts[key] = counts.get(key, 0) + 1
+    alone = {i for i, key in keys.items() if counts[key] == 1}
+    return {i: k for i, k in keys.items() if i not in alone}, sizes
+
+
+def _describe(p: Problem, plan: Plan, about: Optimization) -> None:
+    """The launches of each group in words, as ranks compare them, and what became of them."""
+    about.plan.clear()
+    about.order.clear()
+    numbers: dict[int, str] = {}
+    buckets: dict[str, list[int]] = {}
+    for step in plan.order:
+        members = step if isinstance(step, tuple) else (step,)
+        first = p.collectives.get(members[0])
+        if first is None:
+            start = p.started_by.get(members[0])
+            if start is not None:
+                group = p.collectives[start].group
+                about.order.append(("wait", group, numbers[start]))
+            continue
+        text = " | ".join(p.collectives[i].describe() for i in members)
+        lines = about.plan.setdefault(first.group, [])
+        for i in members:
+            numbers[i] = str(len(lines))
+        lines.append(text)
+        about.order.append(("start", first.group, text))
+        if len(members) > 1:
+            buckets.setdefault(f"{first.kind} of group '{first.group}'", []).append(len(members))
+    for what, sizes in buckets.items():
+        about.done.append(f"{sum(sizes)} {what} in {len(sizes)} launches")
+    if plan.changed:
+        own = {i: k for k, i in enumerate(range(len(p.nodes)))}
+        place: dict[int, int] = {}
+        for k, step in enumerate(plan.order):
+            for i in step if isinstance(step, tuple) else (step,):
+                place[i] = k
+        ahead = sum(
+            1
+            for start, waits in p.waits().items()
+            for wait in waits
+            if place[wait] - place[start] > own[wait] - own[start]
+        )
+        about.done.append(f"{ahead} of {len(p.collectives)} collectives have more to run beside")
+
+
+def _add_agreement(graph: Graph, about: Optimization, every: bool, in_place: bool) -> None:
+    """Has the ranks compare their plans before the first collective."""
+    plan = _agreement.pack_plan(about.plan)
+    first = next(n for n in graph.nodes if _is_collective(n))
+    with graph.inserting_before(first):
+        if in_place:
+            tensor = first.all_input_nodes[0]
+            op = torch.ops.c10d_ext_optimizer.agree_before_.default
+            node = graph.call_function(op, (tensor, plan, every))
+        else:
+            op = torch.ops.c10d_ext_optimizer.agree.default
+            node = graph.call_function(op, (plan, every))
+    node.meta["val"] = None
+
+
+def _tells_nothing_apart(group: str) -> bool:
+    """Whether a group takes one collective for another, instead of raising."""
+    return has_cpu(group) and not is_fake(group) and not sums_in_rank_order(group)
+
+
+def _is_collective(node: Node) -> bool:
+    op = op_of(node)
+    form = form_of(op) if op is not None else None
+    return form is not None and form.kind != "wait_tensor"
