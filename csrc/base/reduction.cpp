@@ -36,10 +36,6 @@ bool is_float8(c10::ScalarType dtype) {
   return c10::isFloat8Type(dtype);
 }
 
-bool is_integer(c10::ScalarType dtype) {
-  return c10::isIntegralType(dtype, /*includeBool=*/false);
-}
-
 bool is_bitwise(ReduceOp op) {
   return op == ReduceOp::Band || op == ReduceOp::Bor || op == ReduceOp::Bxor;
 }
@@ -301,6 +297,8 @@ void combine(const at::Tensor& left, const at::Tensor& right, ReduceOp wire_op, 
     case ReduceOp::Bxor:
       at::bitwise_xor_out(target, left, right);
       return;
+    case ReduceOp::None:
+      TORCH_INTERNAL_ASSERT(false, "nothing combines values without a reduction");
   }
 }
 
