@@ -3,6 +3,8 @@
 // The works of ops, and the table that finds them by the storages that they write. For work/*.cpp.
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -284,6 +286,12 @@ class PendingWork : public c10d::Work {
                             [self](std::exception_ptr error) { self->complete(std::move(error)); });
         return future;
       }
+      if (!cpu_) {
+        const auto future = future_;
+        lock.unlock();
+        complete_on_device();
+        return future;
+      }
     }
     return future_;
   }
@@ -386,6 +394,21 @@ class PendingWork : public c10d::Work {
     }
     if (error) {
       std::rethrow_exception(error);
+    }
+  }
+
+  // For a future of which nobody may wait for the work: what is left to do is queued behind the
+  // collective, on a stream of its own, so that the caller's goes on beside it.
+  void complete_on_device() {
+    const c10::impl::VirtualGuardImpl device(device_.type());
+    std::optional<c10::StreamGuard> aside;
+    if (capture_on(device_) == 0) {
+      aside.emplace(device.getStreamFromGlobalPool(device_, /*isHighPriority=*/false));
+    }
+    try {
+      wait(kNoTimeout);
+    } catch (...) {
+      // The future has it.
     }
   }
 

@@ -161,3 +161,83 @@ def _ring() -> None:
 
 def test_batched_messages() -> None:
     run_on_devices(2, _ring, backend=NCCL)
+
+
+def _ddp_mixed_precision() -> None:
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    mine, n = device(), dist.get_world_size()
+    low = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = nn.parallel.DistributedDataParallel(
+        _model(mine), device_ids=[mine.index], mixed_precision=low
+    )
+    x = _batches(n)[dist.get_rank()].to(mine)
+    for _ in range(2):
+        model.zero_grad()
+        out = model(x)
+        assert out.dtype is torch.bfloat16
+        out.float().square().mean().backward()
+    got = [p.grad for p in model.parameters()]
+    assert {g.dtype for g in got} == {torch.float32}
+    for g, w in zip(got, _plain_gradients(n), strict=True):
+        torch.testing.assert_close(g.cpu(), w, rtol=0.05, atol=2e-3)
+
+
+def test_ddp_with_mixed_precision() -> None:
+    run_on_devices(2, _ddp_mixed_precision, backend=NCCL)
+
+
+def _optimizer_in_backward() -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    mine, n = device(), dist.get_world_size()
+    model = _model(mine)
+    before = [p.detach().cpu().clone() for p in model.parameters()]
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.5})
+    ddp = nn.parallel.DistributedDataParallel(model, device_ids=[mine.index])
+    x = _batches(n)[dist.get_rank()].to(mine)
+    ddp(x).square().mean().backward()
+    steps = zip(before, _plain_gradients(n), strict=True)
+    _same([p.detach() for p in model.parameters()], [b - 0.5 * g for b, g in steps])
+
+
+def test_ddp_with_the_optimizer_in_backward() -> None:
+    run_on_devices(2, _optimizer_in_backward, backend=NCCL)
+
+
+def _future() -> None:
+    n = dist.get_world_size()
+    for then in (False, True):
+        x = torch.full((1000,), float(dist.get_rank() + 1), device=device())
+        future = ext.all_reduce(x, async_op=True).get_future()
+        total = n * (n + 1) / 2
+        if then:
+            doubled = future.then(lambda done: done.value()[0] * 2).wait()
+            assert doubled.cpu().tolist() == [2 * total] * 1000
+        else:
+            future.wait()
+            assert x.cpu().tolist() == [total] * 1000
+
+
+def test_future_completes_though_nobody_waits_for_the_work() -> None:
+    run_on_devices(2, _future, backend=NCCL)
+
+
+def _ddp_hook() -> None:
+    mine, n = device(), dist.get_world_size()
+    model = nn.parallel.DistributedDataParallel(_model(mine), device_ids=[mine.index])
+
+    def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        work = ext.all_reduce(bucket.buffer().div_(n), async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    model.register_comm_hook(None, hook)
+    x = _batches(n)[dist.get_rank()].to(mine)
+    for _ in range(3):
+        model.zero_grad()
+        model(x).square().mean().backward()
+    _same([p.grad for p in model.parameters()], _plain_gradients(n))
+
+
+def test_ddp_with_a_hook_of_ours() -> None:
+    run_on_devices(2, _ddp_hook, backend=NCCL)
