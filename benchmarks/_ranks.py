@@ -62,7 +62,10 @@ class Ranks:
     def __enter__(self) -> Ranks:  # noqa: PYI034
         context = multiprocessing.get_context("spawn")
         try:
-            with _environment(self._scratch, self._settings), _first_on_path(self._package):
+            with (
+                _environment(self._scratch, self._settings),
+                _first_on_path(self._package, self._scratch),
+            ):
                 for rank in range(1 if self.backend == "fake" else self.size):
                     ours, theirs = context.Pipe()
                     self._connections.append(ours)
@@ -289,16 +292,24 @@ def _environment(scratch: Path, more: Mapping[str, str]) -> Any:
 
 
 @contextlib.contextmanager
-def _first_on_path(directory: str | None) -> Iterator[None]:
-    """Where processes that are spawned look for modules first."""
-    if directory is None:
+def _first_on_path(package: str | None, scratch: Path) -> Iterator[None]:
+    """Where processes that are spawned look for ``torch_c10d_ext`` first.
+
+    For nothing else: another checkout has benchmarks of its own, and the entry point that is
+    installed is the one of this checkout.
+    """
+    if package is None:
         yield
         return
-    sys.path.insert(0, directory)
+    alone = scratch / "package"
+    alone.mkdir()
+    (alone / "torch_c10d_ext").symlink_to(Path(package).resolve() / "torch_c10d_ext")
+    sys.path.insert(0, str(alone))
     try:
-        yield
+        with _environment(scratch, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}):
+            yield
     finally:
-        sys.path.remove(directory)
+        sys.path.remove(str(alone))
 
 
 def _serve(

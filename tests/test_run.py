@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import torch_c10d_ext.functional as F
 from tests.harness import run
 from tools import develop
-from torch_c10d_ext import _C, _tally, doctor
+from torch_c10d_ext import _C, _tally, backend_of, doctor
 from torch_c10d_ext import run as launcher
 from torch_c10d_ext.doctor import Finding, Machine, findings
 
@@ -78,10 +80,13 @@ def test_runs_a_program_on_shm_and_sums_up(installed: dict[str, str], tmp_path: 
     last = done.stderr.splitlines()[-1]
     # 7 all_reduces of 4,000 B, and of one of the two ranks a broadcast of 2,000 B.
     found = re.fullmatch(
-        r"torch_c10d_ext: shm 8 collectives, 29 kB, (\S+) s in flight \(mean of 2 processes\)", last
+        r"torch_c10d_ext: shm 8 collectives, 29 kB, waited (\S+) of (\S+) s in flight "
+        r"\(mean of 2 processes\)",
+        last,
     )
     assert found, done.stderr
     assert float(found[1]) > 0
+    assert float(found[2]) > 0
     assert not list(tmp_path.glob("torch_c10d_ext-*"))
 
 
@@ -105,15 +110,15 @@ def test_refuses_without_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_summary_is_one_line(tmp_path: Path) -> None:
     assert _tally.summary(*_tally.read(tmp_path)).startswith("no process has ended by itself")
-    (tmp_path / "1.json").write_text('{"shm": [10, 4000000, 0.5]}')
+    (tmp_path / "1.json").write_text('{"shm": [10, 4000000, 0.5, 0.25]}')
     (tmp_path / "2.tmp").write_text("{")
     assert _tally.summary(*_tally.read(tmp_path)) == (
-        "shm 10 collectives, 4 MB, 0.5 s in flight (1 process)"
+        "shm 10 collectives, 4 MB, waited 0.25 of 0.5 s in flight (1 process)"
     )
-    (tmp_path / "2.json").write_text('{"shm": [20, 2000000, 1.5], "gloo": [2, 7, 0.25]}')
+    (tmp_path / "2.json").write_text('{"shm": [20, 2000000, 1.5, 0.5], "nccl": [2, 7, 0.25, null]}')
     assert _tally.summary(*_tally.read(tmp_path)) == (
-        "gloo 1 collectives, 3.5 B, 0.125 s in flight; "
-        "shm 15 collectives, 3 MB, 1 s in flight (mean of 2 processes)"
+        "nccl 1 collectives, 3.5 B, 0.125 s in flight; "
+        "shm 15 collectives, 3 MB, waited 0.375 of 1 s in flight (mean of 2 processes)"
     )
 
 
@@ -136,9 +141,11 @@ def _counts_by_backend() -> Any:
     dist.destroy_process_group(group)
     dist.barrier()
     after = _C.tally()
-    zero = (0, 0, 0.0)
+    zero = (0, 0, 0.0, 0.0)
     return {
-        name: [b - a for a, b in zip(before.get(name, zero), row, strict=True)]
+        name: [
+            None if b is None else b - a for a, b in zip(before.get(name, zero), row, strict=True)
+        ]
         for name, row in after.items()
     }
 
@@ -146,15 +153,53 @@ def _counts_by_backend() -> Any:
 def test_counts_by_backend() -> None:
     for rows in run(2, _counts_by_backend):
         assert set(rows) == {"gloo", "shm"}
-        calls, amount, seconds = rows["shm"]
+        calls, amount, busy, waited = rows["shm"]
         # Four all_reduces, a barrier and a message; what is received is no input.
         assert calls == 6
         assert amount in (400, 500)
-        assert seconds > 0
-        calls, amount, seconds = rows["gloo"]
+        assert busy > 0
+        assert waited >= 0
+        calls, amount, busy, waited = rows["gloo"]
         assert calls >= 3
         assert amount >= 300
-        assert seconds > 0
+        assert busy > 0
+        assert waited is None  # gloo itself does the waiting
+
+
+def _waits_for_another(disable: bool) -> tuple[str, list[float]]:
+    if disable:
+        os.environ["TORCH_C10D_EXT_SHM_DISABLE"] = "1"
+    _C.start_tally(dist.Backend.backend_list)
+    group = dist.new_group(backend="shm")
+    name = backend_of(group)
+    store = dist.distributed_c10d._get_default_store()
+    x = torch.ones(4)
+    waited: list[float] = []
+    for wait in (
+        lambda: dist.all_reduce(x, group=group),
+        lambda: F.all_reduce(x, "sum", group) + 1,
+        lambda: dist.send(x, 1, group) if dist.get_rank() == 0 else dist.recv(x, 0, group),
+    ):
+        dist.barrier(group)
+        before = _C.tally()[name][3]
+        if dist.get_rank() == 0:
+            store.set(f"called {len(waited)}", "")
+        else:
+            store.wait([f"called {len(waited)}"])
+            time.sleep(0.5)
+        wait()
+        dist.barrier(group)
+        waited.append(_C.tally()[name][3] - before)
+    return name, waited
+
+
+@pytest.mark.parametrize("disable", (False, True), ids=("shm", "fall-back"))
+def test_counts_the_time_waited(disable: bool) -> None:
+    (name, first), (_, second) = run(2, _waits_for_another, disable)
+    assert name == ("gloo" if disable else "shm")
+    # In place, with a result that is used, and for a message: for most of the other's half second.
+    assert all(seconds > 0.1 for seconds in first), first
+    assert all(0 <= seconds < 60 for seconds in second)
 
 
 # --- the doctor -----------------------------------------------------------------------------------

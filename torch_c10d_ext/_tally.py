@@ -22,7 +22,10 @@ class Row:
 
     calls: float
     bytes: float
-    seconds: float
+    busy: float
+    """Seconds in which at least one call was in flight."""
+    waited: float | None
+    """Seconds for which threads were held in waits; None where nobody counts these."""
 
 
 def register() -> None:
@@ -46,21 +49,29 @@ def read(folder: Path) -> tuple[int, dict[str, Row]]:
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     rows = {}
     for backend in sorted({name for one in found for name in one}):
-        columns = zip(*(one.get(backend, (0, 0, 0.0)) for one in found), strict=True)
-        rows[backend] = Row(*(sum(column) / len(found) for column in columns))
+        shares = [one[backend] for one in found if backend in one]
+        calls, amount, busy = (sum(share[i] for share in shares) / len(found) for i in range(3))
+        counted = [share[3] for share in shares if share[3] is not None]
+        waited = sum(counted) / len(found) if len(counted) == len(shares) else None
+        rows[backend] = Row(calls, amount, busy, waited)
     return len(found), rows
 
 
 def summary(processes: int, rows: dict[str, Row]) -> str:
-    """One line: ``shm 120 collectives, 3.1 MB, 0.02 s in flight (mean of 4 processes)``."""
+    """One line: ``shm 9 collectives, 3.1 MB, waited 0.02 of 0.5 s in flight (1 process)``."""
     if not processes:
         return "no process has ended by itself after making a group"
     parts = [
-        f"{backend} {row.calls:,.0f} collectives, {_size(row.bytes)}, {row.seconds:.3g} s in flight"
+        f"{backend} {row.calls:,.0f} collectives, {_size(row.bytes)}, {_times(row)}"
         for backend, row in rows.items()
     ]
     many = f"mean of {processes} processes" if processes > 1 else "1 process"
     return f"{'; '.join(parts) or 'no collectives'} ({many})"
+
+
+def _times(row: Row) -> str:
+    waited = "" if row.waited is None else f"waited {row.waited:.3g} of "
+    return f"{waited}{row.busy:.3g} s in flight"
 
 
 def _size(amount: float) -> str:

@@ -2,8 +2,9 @@
 
 ``python -m torch_c10d_ext.run --nproc-per-node 4 script.py`` takes torchrun's arguments, sets
 ``TORCH_C10D_EXT_SHM_FOR_GLOO=1`` for the script, and says at its end, in one line on stderr, what
-each backend did: collectives and messages, bytes of a rank's inputs, and the time in which at least
-one was in flight. The processes of this machine that end by themselves are counted.
+each backend did: collectives and messages, bytes of a rank's inputs, the time that the program's
+threads were held by them, and the time in which at least one was in flight. The processes of this
+machine that end by themselves are counted.
 """
 
 from __future__ import annotations

@@ -8,11 +8,14 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 #include <string_view>
 #include <tuple>
 #include <vector>
+
+#include "base/wait_timer.h"
 
 namespace c10d_ext {
 
@@ -87,6 +90,10 @@ void on_end(const at::RecordFunction& call, at::ObserverContext* begun) {
   }
 }
 
+double seconds(Clock::duration time) {
+  return std::chrono::duration<double>(time).count();
+}
+
 void start(const std::vector<std::string>& backends) {
   auto& tally = Tally::instance();
   {
@@ -95,6 +102,7 @@ void start(const std::vector<std::string>& backends) {
       return;
     }
     tally.started = true;
+    WaitTimer::start();
     tally.backends.insert(backends.begin(), backends.end());
   }
   at::addGlobalCallback(at::RecordFunctionCallback(on_begin, on_end)
@@ -102,13 +110,16 @@ void start(const std::vector<std::string>& backends) {
                             .scopes({at::RecordScope::USER_SCOPE}));
 }
 
-std::map<std::string, std::tuple<int64_t, int64_t, double>> rows() {
+std::map<std::string, std::tuple<int64_t, int64_t, double, std::optional<double>>> rows() {
+  const WaitTimer::Times held = WaitTimer::times();
   auto& tally = Tally::instance();
   const std::lock_guard lock(tally.mutex);
-  std::map<std::string, std::tuple<int64_t, int64_t, double>> rows;
+  std::map<std::string, std::tuple<int64_t, int64_t, double, std::optional<double>>> rows;
   for (const auto& [backend, row] : tally.rows) {
     const auto busy = row.busy + (row.active > 0 ? Clock::now() - row.since : Clock::duration{0});
-    rows[backend] = {row.calls, row.bytes, std::chrono::duration<double>(busy).count()};
+    const auto waited = held.find(backend);
+    rows[backend] = {row.calls, row.bytes, seconds(busy),
+                     waited == held.end() ? std::nullopt : std::optional(seconds(waited->second))};
   }
   return rows;
 }
@@ -118,9 +129,10 @@ std::map<std::string, std::tuple<int64_t, int64_t, double>> rows() {
 void bind_tally(pybind11::module_& m) {
   m.def("start_tally", &start, pybind11::arg("backends"),
         "Counts the collectives and messages of these backends in this process from now on.");
-  m.def("tally", &rows,
-        "By backend: calls, bytes of this rank's inputs, seconds in which at least one was in "
-        "flight.");
+  m.def(
+      "tally", &rows,
+      "By backend: calls, bytes of this rank's inputs, seconds in which at least one was in "
+      "flight, and seconds for which threads were held in waits; None where nobody counts these.");
 }
 
 }  // namespace c10d_ext

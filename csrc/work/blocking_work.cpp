@@ -15,6 +15,7 @@
 
 #include "base/gil.h"
 #include "base/timeouts.h"
+#include "base/wait_timer.h"
 #include "control/process.h"
 
 namespace c10d_ext {
@@ -66,6 +67,7 @@ class BlockingWorkAdapter final : public c10d::Work {
   bool wait(std::chrono::milliseconds timeout) override {
     using Clock = std::chrono::steady_clock;
     check_at_home();
+    const WaitTimer timer(explanations_ ? explanations_->backend : std::string_view());
     const bool limited = timeout != kNoTimeout;
     const auto until = limited ? Clock::now() + bounded(timeout) : Clock::time_point::max();
     if (limited || explanations_) {

@@ -18,6 +18,8 @@ namespace c10d_ext {
 // Who waits first waits at `work`; a question makes that a thread of its own. Dropped before it is
 // complete, it lets `work` come to its end.
 struct Explanations {
+  // Whose time it is that a caller waits.
+  std::string backend;
   // Makes of the error of `work` the one to raise.
   std::function<std::exception_ptr(std::exception_ptr error)> failed;
   // What a wait raises that ends before `work`.

@@ -15,12 +15,12 @@
 #include "backends/adapter/capabilities.h"
 #include "backends/adapter/lowering.h"
 #include "backends/adapter/messages.h"
-#include "backends/checked/works.h"
 #include "backends/process_group/splittable_backend.h"
 #include "base/call_site.h"
 #include "base/gil.h"
 #include "base/memory.h"
 #include "base/timeouts.h"
+#include "base/wait_timer.h"
 #include "control/open_groups.h"
 #include "control/rendezvous.h"
 #include "work/coalesced.h"
@@ -97,6 +97,7 @@ CheckedBackend::CheckedBackend(c10::intrusive_ptr<c10d::Backend> inner,
         can.has_blocking_messages = false;
         return can;
       }()),
+      inner_info_{inner_->getBackendName(), inner_can_.futures == Capabilities::Futures::Always},
       group_({}, options.group_name, rank_, size_),
       agreement_([&] {
         const Rendezvous expected(group_, store_, global_ranks_);
@@ -108,6 +109,7 @@ CheckedBackend::CheckedBackend(c10::intrusive_ptr<c10d::Backend> inner,
       known_group_(
           known_group(global_ranks_, [a = agreement_](int rank) { return a->gone(rank); })) {
   OpenGroups<Agreement>::of_this_process().add(agreement_);
+  WaitTimer::expect(inner_info_.name);
   init();
 }
 
@@ -207,15 +209,15 @@ CheckedBackend::WorkPtr CheckedBackend::agree(string_view op, Fingerprint called
   if (strict_ > 1) {
     called.call_site = call_site();
   }
-  return start_agreed(agreement_, group_, op, std::move(called),
+  return start_agreed(agreement_, group_, inner_info_, op, std::move(called),
                       timeout > Milliseconds(0) ? timeout : timeout_.load(), quick,
-                      inner_can_.futures == Capabilities::Futures::Always, std::move(begin));
+                      std::move(begin));
 }
 
 CheckedBackend::WorkPtr CheckedBackend::post_message(
     const Message& message, std::function<WorkPtr(c10d::Backend& backend, int peer)> start) {
   auto started = start_granted(
-      agreement_, group_, message, timeout_,
+      agreement_, group_, inner_info_, message, timeout_,
       [backend = inner_, start = std::move(start)](int peer) { return start(*backend, peer); });
   {
     std::lock_guard lock(messages_mutex_);

@@ -17,6 +17,7 @@
 #include "backends/adapter/adapter.h"
 #include "backends/backend.h"
 #include "backends/checked/agreement.h"
+#include "backends/checked/works.h"
 #include "backends/process_group/argument_checks.h"
 #include "backends/process_group/splittable_backend.h"
 #include "backends/request.h"
@@ -186,6 +187,7 @@ class CheckedBackend final : public SplittableBackend,
   const int strict_;
   c10::intrusive_ptr<c10d::Backend> inner_;
   const Capabilities inner_can_, can_;
+  const Inner inner_info_;
   const Group group_;  // for texts
   // Works may outlive the backend; they hold this while they use it.
   std::shared_ptr<Agreement> agreement_;

@@ -20,6 +20,7 @@
 #include "base/gil.h"
 #include "base/signal_masked_thread.h"
 #include "base/timeouts.h"
+#include "base/wait_timer.h"
 #include "control/process.h"
 #include "work/blocking_work.h"
 #include "work/pending.h"
@@ -95,13 +96,13 @@ class AgreedWork final : public c10d::Work {
  public:
   using Milliseconds = std::chrono::milliseconds;
 
-  AgreedWork(std::string_view op, c10d::OpType type, const Group& group,
-             std::weak_ptr<Agreement> agreement, bool has_futures)
+  AgreedWork(std::string_view op, c10d::OpType type, const Group& group, const Inner& inner,
+             std::weak_ptr<Agreement> agreement)
       : c10d::Work(static_cast<int>(group.rank()), type),
         op_(op),
         place_({}, group.name(), group.rank(), group.size()),
-        agreement_(std::move(agreement)),
-        has_futures_(has_futures) {}
+        inner_(inner),
+        agreement_(std::move(agreement)) {}
 
   void number(uint64_t seq) {
     seq_ = seq;
@@ -133,7 +134,7 @@ class AgreedWork final : public c10d::Work {
       return;
     }
     const auto self = c10::intrusive_ptr<AgreedWork>::reclaim_copy(this);
-    if (!has_futures_) {
+    if (!inner_.has_futures) {
       started.work = adapt_blocking_work(std::move(started.work));
     }
     subscribe_to_future(*started.work,
@@ -187,6 +188,7 @@ class AgreedWork final : public c10d::Work {
   bool wait(Milliseconds timeout) override {
     using Clock = std::chrono::steady_clock;
     check_at_home();
+    const WaitTimer timer(inner_.name);
     const bool limited = timeout > Milliseconds(0);
     const auto until = limited ? Clock::now() + bounded(timeout) : Clock::time_point::max();
     std::unique_lock lock(mutex_);
@@ -244,8 +246,8 @@ class AgreedWork final : public c10d::Work {
 
   const std::string_view op_;  // the names of ops are literals
   const Group place_;
+  const Inner inner_;
   const std::weak_ptr<Agreement> agreement_;
-  const bool has_futures_;
   const uint64_t generation_ = fork_generation();
   std::atomic<uint64_t> seq_{0};
   mutable std::mutex mutex_;
@@ -357,11 +359,10 @@ constexpr std::chrono::milliseconds kExplained{500};
 }  // namespace
 
 c10::intrusive_ptr<c10d::Work> start_agreed(const std::shared_ptr<Agreement>& agreement,
-                                            const Group& group, std::string_view op,
-                                            Fingerprint called, Milliseconds timeout, bool quick,
-                                            bool has_futures, Begin begin) {
-  auto work =
-      c10::make_intrusive<AgreedWork>(op, type_of(called.op_type), group, agreement, has_futures);
+                                            const Group& group, const Inner& inner,
+                                            std::string_view op, Fingerprint called,
+                                            Milliseconds timeout, bool quick, Begin begin) {
+  auto work = c10::make_intrusive<AgreedWork>(op, type_of(called.op_type), group, inner, agreement);
   Agreement::Operation operation;
   operation.op = op;
   operation.called = std::move(called);
@@ -391,7 +392,7 @@ c10::intrusive_ptr<c10d::Work> start_agreed(const std::shared_ptr<Agreement>& ag
 }
 
 StartedMessage start_granted(const std::shared_ptr<Agreement>& agreement, const Group& group,
-                             const Message& message, Milliseconds timeout,
+                             const Inner& inner, const Message& message, Milliseconds timeout,
                              std::function<WorkPtr(int peer)> begin) {
   auto work = c10::make_intrusive<GrantedWork>(message, static_cast<int>(group.rank()));
   Agreement::Message end;
@@ -429,7 +430,7 @@ StartedMessage start_granted(const std::shared_ptr<Agreement>& agreement, const 
     const auto awaited = agreement->awaited_by_message(number, kAnswered);
     return std::make_exception_ptr(impatience(op, place, 0, timeout, awaited));
   };
-  return {adapt_blocking_work(work, Explanations{failed, late}), work};
+  return {adapt_blocking_work(work, Explanations{inner.name, failed, late}), work};
 }
 
 }  // namespace c10d_ext

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <string>
 #include <string_view>
 
 #include "backends/checked/agreement.h"
@@ -16,13 +17,19 @@
 
 namespace c10d_ext {
 
+// What a work must know of the inner backend.
+struct Inner {
+  std::string name;
+  bool has_futures = false;  // its works have some
+};
+
 // A collective that `begin` hands to the inner backend once all ranks have called it and what was
 // called before is done; no work: it is done then. `quick`: `begin` takes less than a millisecond.
-// `has_futures`: the inner backend's works have some.
 c10::intrusive_ptr<c10d::Work> start_agreed(const std::shared_ptr<Agreement>& agreement,
-                                            const Group& group, std::string_view op,
-                                            Fingerprint called, std::chrono::milliseconds timeout,
-                                            bool quick, bool has_futures, Begin begin);
+                                            const Group& group, const Inner& inner,
+                                            std::string_view op, Fingerprint called,
+                                            std::chrono::milliseconds timeout, bool quick,
+                                            Begin begin);
 
 struct StartedMessage {
   c10::intrusive_ptr<c10d::Work> work;  // for the caller
@@ -31,7 +38,8 @@ struct StartedMessage {
 
 // A message that `begin` hands to the inner backend once its other end is there, at `peer`.
 StartedMessage start_granted(const std::shared_ptr<Agreement>& agreement, const Group& group,
-                             const Message& message, std::chrono::milliseconds timeout,
+                             const Inner& inner, const Message& message,
+                             std::chrono::milliseconds timeout,
                              std::function<c10::intrusive_ptr<c10d::Work>(int peer)> begin);
 
 }  // namespace c10d_ext

@@ -18,6 +18,7 @@
 #include "backends/shm/scheduler.h"
 #include "backends/shm/select.h"
 #include "base/timeouts.h"
+#include "base/wait_timer.h"
 
 namespace c10d_ext::shm {
 
@@ -34,6 +35,8 @@ constexpr microseconds kShortestSleep{50};
 // The first sleep of a wait. It waits on the doorbell alone, not on the pulses, which is cheaper.
 constexpr milliseconds kFirstSleep{1};
 constexpr milliseconds kInterruptEvery{50};
+// Whose time it is that a caller waits.
+constexpr std::string_view kTimedAs = "shm";
 // The progress thread is woken at once for operations of this many bytes.
 constexpr size_t kUrgentBytes = size_t{4} << 20;
 
@@ -88,6 +91,7 @@ class Engine::Impl final : public Driven {
     const std::string& overrides = selection_.overrides();
     const size_t shown = std::min(overrides.size(), Control::kMaxOverrides - 1);
     std::memcpy(memory_.control(rank).overrides, overrides.data(), shown);
+    WaitTimer::expect(kTimedAs);
   }
 
   ~Impl() override {
@@ -203,6 +207,7 @@ void Engine::Impl::submit(const std::shared_ptr<Operation>& operation) {
   // Large asynchronous operations are left to the thread that waits, or to the progress thread.
   const bool leave = op.request.async && is_urgent();
   if (!op.done() && !leave && settings_.inline_time.count() != 0) {
+    const WaitTimer timer(kTimedAs);
     const auto deadline = op.submitted_ + settings_.inline_time;
     drive([&] { return op.done(); }, [&](Clock::time_point now) { return now < deadline; },
           deadline);
@@ -217,6 +222,7 @@ bool Engine::Impl::wait(Operation& operation, std::optional<milliseconds> timeou
   if (operation.done()) {
     return true;
   }
+  const WaitTimer timer(kTimedAs);
   const auto start = Clock::now();
   const auto deadline = timeout ? start + bounded(*timeout) : Clock::time_point::max();
   const ProgressThread::Waiter waiter(progress_);
