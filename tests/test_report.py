@@ -582,6 +582,16 @@ def _sizes_that_depend_on_data() -> None:
     sizes = dict.fromkeys(names, 2)
     (call,) = communication_report(graph, sizes=sizes).calls
     assert (len(names), call.wire_bytes) == (7, 7 * 2 * 16)
+    # But it takes memory.
+    report = communication_report(graph, sizes=sizes)
+    assert report.memory == ()
+    (node,) = (n for n in _chakra_nodes(report.chakra()) if n["type"] == 7)
+    assert node["comm_size"] == 128
+    graph = make_fx(lambda x: x.nonzero().sin(), tracing_mode="symbolic")(torch.ones(4))
+    report = communication_report(graph, compute=lambda node: 1e-6)
+    assert (_us(report.seconds), report.memory) == (2, ())
+    with pytest.raises(ValueError, match="got sizes that depend on data at nonzero, sin; pass"):
+        report.chakra()
 
 
 def test_sizes_that_depend_on_data(big_world: Call) -> None:
@@ -718,7 +728,7 @@ def test_save(tmp_path: Path) -> None:
     assert (tmp_path / "step.txt").read_text(encoding="utf-8") == f"{report}\n"
     report.save(tmp_path / "step.json")
     assert (tmp_path / "step.json").read_text(encoding="utf-8") == report.trace()
-    with pytest.raises(ValueError, match="path must end in .svg, .txt or .json, got step.png"):
+    with pytest.raises(ValueError, match="path must end in .svg, .txt, .json or .et"):
         report.save(tmp_path / "step.png")
 
 
@@ -765,3 +775,167 @@ def test_links_are_checked() -> None:
         Link(hop=-1)
     with pytest.raises(ValueError, match="algorithm must be 'ring' or 'tree', got 'star'"):
         Link(algorithm="star")
+
+
+# --- memory, operations, traces for simulators ----------------------------------------------------
+
+
+def _memory_over_time() -> None:
+    def step(x: Tensor) -> Tensor:
+        doubled = x * 2
+        reduced = torch.ops.c10d_ext.all_reduce(doubled, "sum", _tp())
+        row = x.sin().view(-1)[:32]
+        return torch.ops.c10d_ext.wait_tensor(reduced).view(-1) + row
+
+    def seconds(node: torch.fx.Node) -> float:
+        return 1e-6
+
+    # x and everything else has 128 bytes. The collective lasts 5.224 us, and holds its input.
+    report = _report(step, torch.zeros(8, 4), compute=seconds)
+    assert [(_us(at), amount) for at, amount in report.memory] == [
+        (0, 256),  # x, x * 2
+        (1, 512),  # the result, and the sine
+        (6.224, 640),  # the sum
+        (6.224, 512),  # x * 2 is free
+        (7.224, 256),  # x and the sum stay
+    ]
+    assert report.peak_bytes == 640
+    assert "memory 640 bytes at most" in str(report)
+    events = [e for e in json.loads(report.trace())["traceEvents"] if e["ph"] == "C"]
+    assert [e["args"]["bytes"] for e in events] == [256, 512, 640, 512, 256]
+
+
+def test_memory_over_time(big_world: Call) -> None:
+    big_world(_memory_over_time)
+
+
+def _in_place_takes_no_memory() -> None:
+    def step(x: Tensor) -> Tensor:
+        y = x + 1
+        y = torch.ops.c10d_ext.wait_tensor(torch.ops.c10d_ext.all_reduce_(y, "sum", _tp()))
+        return y.add_(1)
+
+    assert _report(step, torch.zeros(8, 4)).peak_bytes == 256
+
+
+def test_in_place_takes_no_memory(big_world: Call) -> None:
+    big_world(_in_place_takes_no_memory)
+
+
+def _operations_are_torchs_count() -> None:
+    def step(x: Tensor, w: Tensor) -> Tensor:
+        y = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+        return torch.nn.functional.conv2d(y, w).sum() + y.sum()
+
+    x, w = torch.zeros(2, 4, 16, 8), torch.zeros(3, 4, 3, 3)
+    report = _report(step, x, w)
+    # 2 products of 16 x 8 x 16 for each of 2 x 4 heads; 3 x 4 x 3 x 3 taps at 2 x 14 x 6 places.
+    assert [step.flops for step in report.steps if step.flops] == [
+        2 * 2 * 16 * 8 * 16 * 8,
+        2 * 2 * 14 * 6 * 3 * 4 * 9,
+    ]
+
+
+def test_operations_are_torchs_count(big_world: Call) -> None:
+    big_world(_operations_are_torchs_count)
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        value |= (data[at] & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if data[at - 1] < 0x80:
+            return value, at
+
+
+def _fields(message: bytes) -> list[tuple[int, Any]]:
+    """(number, value) of a protocol buffer's fields."""
+    found: list[tuple[int, Any]] = []
+    at = 0
+    while at < len(message):
+        tag, at = _varint(message, at)
+        value, at = _varint(message, at)
+        if tag & 7 == 2:
+            found.append((tag >> 3, message[at : at + value]))
+            at += value
+        else:
+            assert tag & 7 == 0
+            found.append((tag >> 3, value))
+    return found
+
+
+def _chakra_nodes(data: bytes) -> list[dict[str, Any]]:
+    messages, at = [], 0
+    while at < len(data):
+        size, at = _varint(data, at)
+        messages.append(_fields(data[at : at + size]))
+        at += size
+    assert messages[0] == [(1, b"0.0.4")]
+    nodes = []
+    for message in messages[1:]:
+        node: dict[str, Any] = {"id": 0, "after": []}
+        for number, value in message:
+            if number == 5:
+                place = 0
+                while place < len(value):
+                    one, place = _varint(value, place)
+                    node["after"].append(one)
+            elif number == 10:
+                (_, name), (_, held) = _fields(value)
+                node[name.decode()] = held
+            else:
+                node[{1: "id", 2: "name", 3: "type", 6: "start", 7: "us"}[number]] = value
+        nodes.append(node)
+    return nodes
+
+
+def _chakras_trace() -> None:
+    def step(x: Tensor) -> Tensor:
+        reduced = torch.ops.c10d_ext.all_reduce(x * 2, "sum", _tp())
+        gathered = torch.ops.c10d_ext.all_gather_into_tensor(x, 125, _dp())
+        row = x @ x.t()
+        y = torch.ops.c10d_ext.wait_tensor(reduced) + row.sum()
+        return y + torch.ops.c10d_ext.wait_tensor(gathered).sum()
+
+    def seconds(node: torch.fx.Node) -> float:
+        return 2e-6
+
+    report = _report(step, torch.zeros(8, 4), compute=seconds)
+    nodes = _chakra_nodes(report.chakra())
+    by_name = {node["name"].decode(): node for node in nodes}
+    names = [node["name"].decode() for node in nodes]
+    assert [(n, by_name[n]["type"]) for n in names] == [
+        *(("mul", 4), ("all_reduce", 7), ("all_gather_into_tensor", 7), ("mm", 4)),
+        *(("sum_1", 4), ("add", 4), ("sum_2", 4), ("add_1", 4)),
+    ]
+    after = {n: [names[i] for i in by_name[n]["after"]] for n in names}
+    assert after == {
+        "mul": [],
+        "all_reduce": ["mul"],
+        "all_gather_into_tensor": ["mul"],
+        "mm": ["mul"],
+        "sum_1": ["all_reduce", "mm"],
+        "add": ["sum_1"],
+        "sum_2": ["all_gather_into_tensor", "add"],
+        "add_1": ["sum_2"],
+    }
+    assert (by_name["all_reduce"]["comm_type"], by_name["all_reduce"]["comm_size"]) == (0, 128)
+    assert by_name["all_reduce"]["pg_name"] == _tp().encode()
+    assert by_name["all_gather_into_tensor"]["comm_type"] == 2
+    assert by_name["mm"]["num_ops"] == 2 * 8 * 4 * 8
+    assert by_name["mm"]["us"] == 2
+
+
+def test_chakras_trace(big_world: Call) -> None:
+    big_world(_chakras_trace)
+
+
+def _chakra_knows_every_op() -> None:
+    for op, (call, _) in _expected_bytes().items():
+        nodes = _chakra_nodes(_report(call, torch.zeros(8, 4)).chakra())
+        assert [n["pg_name"] for n in nodes if n["type"] == 7] == [_tp().encode()], op
+
+
+def test_chakra_knows_every_op(big_world: Call) -> None:
+    big_world(_chakra_knows_every_op)

@@ -39,6 +39,7 @@ from torch_c10d_ext import (
     functional,
 )
 from torch_c10d_ext._async import AsyncCollectiveTensor, pending_count, work_of
+from torch_c10d_ext._calibrate import calibrate
 from torch_c10d_ext._capabilities import register_backend_capabilities
 from torch_c10d_ext._dynamo import install, installed, uninstall
 from torch_c10d_ext._for_gloo import backend_of, use_shm_for_gloo
@@ -60,6 +61,7 @@ __all__ = [
     "Compute",
     "Link",
     "backend_of",
+    "calibrate",
     "communication_backend",
     "communication_options",
     "communication_report",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import json
 import math
@@ -15,9 +16,18 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from torch_c10d_ext import _chakra
+from torch_c10d_ext._flops import flops
 from torch_c10d_ext._groups import group_name, process_group
 
-__all__ = ["CollectiveCall", "CommunicationReport", "Compute", "Link", "communication_report"]
+__all__ = [
+    "CollectiveCall",
+    "CommunicationReport",
+    "Compute",
+    "Link",
+    "Step",
+    "communication_report",
+]
 
 _NAMESPACES = ("c10d_ext", "_c10d_functional", "_c10d_functional_autograd")
 
@@ -81,8 +91,9 @@ class Compute:
     """What a computation costs: ``max(bytes moved / memory_bandwidth, operations / flops)``.
 
     The roofline model (Williams, Waterman and Patterson 2009). Inputs and results are moved once.
-    Operations are counted in products of matrices alone: 2 × elements of the result × length of
-    the contracted dimension.
+    Operations are counted in products of matrices, attention and convolutions, as
+    ``torch.utils.flop_counter`` counts them: a product of matrices takes 2 × elements of the result
+    × length of the contracted dimension.
 
     Args:
         memory_bandwidth: bytes per second.
@@ -143,6 +154,30 @@ class CollectiveCall:
 
 
 @dataclass(frozen=True)
+class Step:
+    """A computation or a collective of a graph.
+
+    Attributes:
+        node: the name of the graph's node.
+        start: in seconds.
+        seconds: how long it lasts.
+        call: which of the report's ``calls`` it is; None for a computation.
+        waits: the ``calls`` that the graph waited for since the step before.
+        flops: floating-point operations of a computation.
+        bytes: what a computation reads and writes, or the input of a collective. NaN, as ``flops``,
+            where a size that depends on data has no value.
+    """
+
+    node: str
+    start: float
+    seconds: float
+    call: int | None = None
+    waits: tuple[int, ...] = ()
+    flops: float = 0.0
+    bytes: float = 0.0
+
+
+@dataclass(frozen=True)
 class CommunicationReport:
     """The collectives of a graph, in order; ``str`` makes a table of them.
 
@@ -150,11 +185,23 @@ class CommunicationReport:
         calls: one entry per collective.
         busy: when the rank computes, as (start, end) in seconds.
         seconds: when the graph is done.
+        steps: every computation and collective in the order of the graph.
+        memory: (seconds, bytes) whenever the bytes that are live change. Inputs, parameters and
+            results are live throughout, a collective's input until its wait, everything else from
+            the node that makes it until the last that uses it or a view of it. Empty where a size
+            that depends on data has no value.
     """
 
     calls: tuple[CollectiveCall, ...]
     busy: tuple[tuple[float, float], ...]
     seconds: float
+    steps: tuple[Step, ...] = ()
+    memory: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def peak_bytes(self) -> float:
+        """The most bytes that are live at once."""
+        return max((amount for _, amount in self.memory), default=0.0)
 
     def __str__(self) -> str:
         rows = [
@@ -195,6 +242,7 @@ class CommunicationReport:
                 "",
                 f"step {_us(self.seconds)} us: {_us(computing)} computing, {_us(waiting)} waiting",
                 f"communication {_us(communicating)} us: {_us(hidden)} hidden by computation",
+                *([f"memory {self.peak_bytes:,.0f} bytes at most"] if self.memory else []),
             ]
         )
 
@@ -280,18 +328,72 @@ class CommunicationReport:
             span = {"ts": call.start * 1e6, "dur": call.seconds * 1e6}
             tid = 1 + lanes.index(call.label)
             events.append({"ph": "X", "pid": 0, "tid": tid, "name": call.op, **span, "args": about})
+        events.extend(
+            {"ph": "C", "pid": 0, "name": "memory", "ts": at * 1e6, "args": {"bytes": amount}}
+            for at, amount in self.memory
+        )
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}, indent=1) + "\n"
 
+    def chakra(self) -> bytes:
+        """The rank's execution trace as MLCommons Chakra's protocol buffers, for ASTRA-sim say.
+
+        A node per computation and collective; each depends on the computation before it and on the
+        collectives that were waited for in between. A simulator with a network model of its own
+        takes ``comm_type``, ``comm_size`` (bytes of the input) and ``pg_name`` of a collective,
+        ``num_ops`` and ``tensor_size`` of a computation; durations are those of this report.
+
+        Raises:
+            ValueError: a size that depends on data has no value.
+        """
+        unknown = [step.node for step in self.steps if math.isnan(step.bytes)]
+        if unknown:
+            raise ValueError(
+                "chakra: the bytes of every step must be known, got sizes that depend on data at "
+                f"{', '.join(unknown)}; pass communication_report(sizes=...)"
+            )
+        nodes = []
+        ids: dict[int, int] = {}  # of calls
+        last: list[int] = []
+        for i, step in enumerate(self.steps):
+            after = sorted({*last, *(ids[k] for k in step.waits)})
+            about: dict[str, int | str | bool] = {"is_cpu_op": False}
+            if step.call is None:
+                about |= {"num_ops": round(step.flops), "tensor_size": round(step.bytes)}
+                kind = _chakra.COMPUTATION
+            else:
+                call = self.calls[step.call]
+                op = _kind(call.op)
+                kind = {"isend": _chakra.SEND, "irecv": _chakra.RECEIVE}.get(op, _chakra.COLLECTIVE)
+                if kind == _chakra.COLLECTIVE:
+                    about["comm_type"] = _chakra.KINDS[op]
+                about |= {"comm_size": round(step.bytes), "pg_name": call.group}
+            nodes.append(
+                _chakra.ChakraNode(i, step.node, kind, step.start, step.seconds, after, about)
+            )
+            if step.call is None:
+                last = [i]
+            else:
+                ids[step.call] = i
+                # What it waited for holds for what follows as well.
+                last = after
+        return _chakra.encode(nodes)
+
     def save(self, path: str | Path) -> None:
-        """Writes the timeline (``*.svg``), the table (``*.txt``) or a trace (``*.json``)."""
+        """Writes the timeline (``*.svg``), the table (``*.txt``) or a trace.
+
+        ``*.json`` is for Perfetto and chrome://tracing, ``*.et`` is Chakra's.
+        """
         path = Path(path)
+        if path.suffix == ".et":
+            path.write_bytes(self.chakra())
+            return
         texts: dict[str, Callable[[], str]] = {
             ".svg": self.svg,
             ".txt": lambda: f"{self}\n",
             ".json": self.trace,
         }
         if path.suffix not in texts:
-            raise ValueError(f"save: path must end in .svg, .txt or .json, got {path.name}")
+            raise ValueError(f"save: path must end in .svg, .txt, .json or .et, got {path.name}")
         path.write_text(texts[path.suffix](), encoding="utf-8")
 
 
@@ -515,13 +617,29 @@ def _is_view(node: Node) -> bool:
     # add_ and operator.iadd.
     if _op_name(node.target).endswith("_") or _op_name(node.target).startswith("i"):
         return False
-    storages = [
-        {t.untyped_storage()._cdata for t in _tensors(_value(n))} for n in (node, inputs[0])
-    ]
-    return bool(storages[0] & storages[1])
+    return _shares_storage(node, inputs[0])
+
+
+def _is_in_place(node: Node) -> bool:
+    """Whether the node's result is its first input, written."""
+    schema = _schema(node.target)
+    if schema is not None:
+        first = schema.arguments[0].alias_info if schema.arguments else None
+        return first is not None and first.is_write
+    inputs = node.all_input_nodes
+    return bool(inputs) and _shares_storage(node, inputs[0])
+
+
+def _shares_storage(a: Node, b: Node) -> bool:
+    first, second = ({t.untyped_storage()._cdata for t in _tensors(_value(n))} for n in (a, b))
+    return bool(first & second)
 
 
 # --- bytes ---------------------------------------------------------------------------------------
+
+
+class _NoValue(ValueError):
+    """A size that depends on data, and is not given."""
 
 
 @dataclass
@@ -555,7 +673,7 @@ class _Sizes:
         }
         missing = sorted(symbol.name for symbol, value in values.items() if value is None)
         if missing:
-            raise ValueError(
+            raise _NoValue(
                 "communication_report: sizes must hold a value for every size that depends on "
                 f"data, got none for {', '.join(missing)}; pass sizes={{{missing[0]!r}: ...}}"
             )
@@ -567,6 +685,12 @@ class _Sizes:
 
     def count(self, size: Any) -> float:
         return float(size) if isinstance(size, int) else self.number(self.expression(size))
+
+    def amount(self, value: Any) -> float:
+        """The bytes of a value's tensors; NaN where a size that depends on data has no value."""
+        with contextlib.suppress(_NoValue):
+            return sum(self.count(t.numel()) * t.dtype.itemsize for t in _tensors(value))
+        return math.nan
 
 
 def _kind(op: str) -> str:
@@ -631,17 +755,25 @@ def _wire(call: _Call, sizes: _Sizes, result: Any, group: str) -> Any:
 _PRODUCTS = dict(mm=0, bmm=0, matmul=0, linear=0, dot=0, mv=0, addmm=1, baddbmm=1)
 
 
-def _compute_seconds(compute: Compute, sizes: _Sizes, node: Node) -> float:
+def _moved(sizes: _Sizes, node: Node) -> float:
+    """The bytes that a computation reads and writes."""
     values = [node, *node.all_input_nodes]
     tensors = [tensor for n in values for tensor in _tensors(_value(n))]
-    moved = sum(sizes.count(t.numel()) * t.dtype.itemsize for t in tensors)
-    flops = 0.0
+    return sum(sizes.count(t.numel()) * t.dtype.itemsize for t in tensors)
+
+
+def _operations(sizes: _Sizes, node: Node) -> float:
+    """The floating-point operations of a computation."""
+    counted = flops(node, node.target, _value, sizes.count)
+    if counted:
+        return counted
+    # Dynamo's functions and methods, which are no ops.
     operand = _PRODUCTS.get(_op_name(node.target))
     if operand is not None and operand < len(node.args) and isinstance(node.args[operand], Node):
         contracted = _value(node.args[operand]).shape[-1]
         result = sum(sizes.count(t.numel()) for t in _tensors(_value(node)))
-        flops = 2 * result * sizes.count(contracted)
-    return max(moved / compute.memory_bandwidth, flops / compute.flops)
+        return 2 * result * sizes.count(contracted)
+    return 0.0
 
 
 # What torch calls a group that nobody has described.
@@ -655,12 +787,54 @@ _UNSAID = ("", "undefined", "default_pg")
 class _Flight:
     """A collective between its call and its wait."""
 
+    number: int  # among the report's calls
     static: dict[str, Any]  # what does not change: the fields of CollectiveCall
+    reads: list[Node]  # the memory that it holds until its wait
     start: float
     end: float
     compute_ops: int = 0
     hidden: float = 0.0
     waited: bool = False
+
+
+class _MemoryUse:
+    """From when to when the memory that nodes make is live."""
+
+    def __init__(self) -> None:
+        self._made: dict[Node, tuple[float, float]] = {}  # bytes, since when
+        self._last: dict[Node, float] = {}
+        self._kept: set[Node] = set()
+
+    def make(self, node: Node, amount: float, now: float) -> None:
+        self._made[node] = (amount, now)
+
+    def use(self, node: Node, now: float) -> None:
+        self._last[node] = now
+
+    def keep(self, node: Node) -> None:
+        self._kept.add(node)
+
+    def over_time(self) -> list[tuple[float, float]]:
+        # What is made at a time is there before what is last used then goes.
+        changes: dict[float, list[float]] = {}
+        if any(math.isnan(amount) for amount, _ in self._made.values()):
+            return []
+        for node, (amount, since) in self._made.items():
+            if amount:
+                changes.setdefault(since, []).append(amount)
+                if node not in self._kept:
+                    until = max(since, self._last.get(node, since))
+                    changes.setdefault(until, []).append(-amount)
+        live, found = 0.0, []
+        for at in sorted(changes):
+            for amounts in (
+                [a for a in changes[at] if a > 0],
+                [a for a in changes[at] if a < 0],
+            ):
+                if amounts:
+                    live += sum(amounts)
+                    found.append((at, live))
+        return found
 
 
 class _Schedule:
@@ -679,13 +853,19 @@ class _Schedule:
         self._flights: list[_Flight] = []
         self._open: list[_Flight] = []
         self._writer: dict[Node, _Flight] = {}  # of memory, named by the node that made it
+        self._writes: set[Node] = set()  # calls whose results are memory that was there
         self._base: dict[Node, Node] = {}  # a view's memory
         self._busy: list[tuple[float, float]] = []
+        self._steps: list[Step] = []
+        self._waits: list[int] = []  # since the last computation
+        self._memory_use = _MemoryUse()
 
     def run(self, graph: Graph) -> CommunicationReport:
         for node in _flat(graph, self._base):
+            called = self._now
             if node.op.startswith("call_"):
                 self._step(node)
+            self._record(node, called)
         for flight in self._open:
             self._now = max(self._now, flight.end)
         calls = tuple(
@@ -699,7 +879,28 @@ class _Schedule:
             )
             for flight in self._flights
         )
-        return CommunicationReport(calls, tuple(self._busy), self._now)
+        memory = self._memory_use.over_time()
+        return CommunicationReport(
+            calls, tuple(self._busy), self._now, tuple(self._steps), tuple(memory)
+        )
+
+    def _record(self, node: Node, called: float) -> None:
+        """What memory a node makes and uses."""
+        use = self._memory_use
+        if node.op == "output":
+            for result in node.all_input_nodes:
+                use.keep(self._memory(result))
+            return
+        if node.op in ("placeholder", "get_attr"):
+            if node not in self._base:
+                use.make(node, self._sizes.amount(_value(node)), 0.0)
+                use.keep(node)
+            return
+        for given in node.all_input_nodes:
+            use.use(self._memory(given), self._now)
+        if self._memory(node) is node and node not in self._writes:
+            use.make(node, self._sizes.amount(_value(node)), called)
+            use.use(node, self._now)  # while it runs at least
 
     def _step(self, node: Node) -> None:
         call = _Call.of(node)
@@ -714,6 +915,8 @@ class _Schedule:
                 self._wait(self._writer.get(self._base[node]))
         elif _tensors(_value(node)) and _op_name(node.target) not in _FREE:
             self._run(node)
+            if _is_in_place(node):
+                self._base[node] = self._memory(node.all_input_nodes[0])
 
     def _memory(self, node: Node) -> Node:
         return self._base.get(node, node)
@@ -734,6 +937,7 @@ class _Schedule:
         wire_name = f"link {link.shared}" if link.shared else f"group {group}"
         start = max(self._now, self._free.get(wire_name, 0.0))
         flight = _Flight(
+            len(self._flights),
             dict(
                 node=node.name,
                 op=call.op,
@@ -745,6 +949,7 @@ class _Schedule:
                 wire=str(wire),
                 wire_bytes=wire_bytes,
             ),
+            [self._memory(n) for n in call.inputs],
             start,
             start + link.seconds(_kind(call.op), pg.size(), wire_bytes),
         )
@@ -753,6 +958,19 @@ class _Schedule:
         self._open.append(flight)
         for written in [node, *(self._memory(n) for n in call.written)]:
             self._writer[written] = flight
+        if call.written:
+            self._writes.add(node)  # its result is memory that was there
+        self._steps.append(
+            Step(
+                node.name,
+                flight.start,
+                flight.end - flight.start,
+                flight.number,
+                tuple(self._waits),
+                bytes=sum(self._sizes.amount(_value(n)) for n in call.inputs),
+            )
+        )
+        self._waits = []
 
     def _shape(self, tensor: torch.Tensor) -> str:
         return str(tuple(self._sizes.expression(size) for size in tensor.shape))
@@ -762,13 +980,31 @@ class _Schedule:
             self._now = max(self._now, flight.end)
             flight.waited = True
             self._open.remove(flight)
+            self._waits.append(flight.number)
+            for held in flight.reads:
+                self._memory_use.use(held, self._now)
 
     def _run(self, node: Node) -> None:
         compute = self._compute
+        moved = operations = math.nan
         if isinstance(compute, Compute):
-            seconds = _compute_seconds(compute, self._sizes, node)
+            moved, operations = _moved(self._sizes, node), _operations(self._sizes, node)
+            seconds = max(moved / compute.memory_bandwidth, operations / compute.flops)
         else:
+            with contextlib.suppress(_NoValue):
+                moved, operations = _moved(self._sizes, node), _operations(self._sizes, node)
             seconds = compute(node)
+        self._steps.append(
+            Step(
+                node.name,
+                self._now,
+                seconds,
+                waits=tuple(self._waits),
+                flops=operations,
+                bytes=moved,
+            )
+        )
+        self._waits = []
         start, end = self._now, self._now + seconds
         for flight in self._open:
             flight.compute_ops += 1
