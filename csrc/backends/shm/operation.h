@@ -40,9 +40,8 @@ struct ShmBackend::Call {
   // Of an Op that is complete on return: where to tell of it.
   WorkInfo* done = nullptr;
 
-  template <class Options>
-  static Call of(std::string_view op, c10d::OpType type, const Options& opts) {
-    return {op, type, opts.asyncOp ? Delivery::Async : Delivery::Sync, opts.timeout};
+  static Call of(const MethodCall& call) {
+    return {call.op, call.type, call.async ? Delivery::Async : Delivery::Sync, call.timeout};
   }
 };
 
@@ -108,6 +107,20 @@ class ShmBackend::TensorOperation final : public shm::Operation {
     split_evenly(request.sources, readable(values), values.nbytes());
   }
 
+  // All of `tensors`: each as part 0; or, where they are divided, a tensor for each part (as many
+  // for each), or of every tensor `sizes` elements for each, or equal parts.
+  void read_all(at::TensorList tensors, bool divides, bool has_parts, c10::IntArrayRef sizes) {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      if (!divides || has_parts) {
+        read(divides ? i / (tensors.size() / request.sources.size()) : 0, tensors[i]);
+      } else if (!sizes.empty()) {
+        read_split(tensors[i], sizes);
+      } else {
+        read_evenly(tensors[i]);
+      }
+    }
+  }
+
   // What arrives as part `part` becomes the values of `t`.
   void write(size_t part, const at::Tensor& t) {
     const at::Tensor& memory = landing(t);
@@ -120,6 +133,18 @@ class ShmBackend::TensorOperation final : public shm::Operation {
   void write_evenly(const at::Tensor& t) {
     const at::Tensor& memory = landing(t);
     split_evenly(request.targets, writable(memory), memory.nbytes());
+  }
+
+  void write_all(at::TensorList tensors, bool divides, bool has_parts, c10::IntArrayRef sizes) {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      if (!divides || has_parts) {
+        write(divides ? i / (tensors.size() / request.targets.size()) : 0, tensors[i]);
+      } else if (!sizes.empty()) {
+        write_split(tensors[i], sizes);
+      } else {
+        write_evenly(tensors[i]);
+      }
+    }
   }
 
   // read() and write() of the same tensor.
@@ -411,7 +436,7 @@ class ShmBackend::TensorOperation final : public shm::Operation {
   // `carrier` is the operation that the engine ran.
   void settle(const Failure* failure, const TensorOperation& carrier) {
     if (C10_UNLIKELY(failure != nullptr)) {
-      // The engine knows verbs, of which all_gather, say, is all_gather_into_tensor's as well.
+      // The engine knows types of collectives: all_gather is all_gather_into_tensor's as well.
       disagrees_ = failure->kind == ErrorKind::Mismatch;
       std::string op = failure->op, text = failure->text;
       if (op == name_of(request.type) && text.starts_with(op + ":")) {
