@@ -31,17 +31,12 @@ from torch.testing._internal import optests
 
 from tests.harness import run, values
 from tests.harness.flight import single_rank_shortcut
+from torch_c10d_ext._op_info import FORMS
 
 Shape = tuple[int, ...]
 
 # What a form of an op does with its first argument: the suffix of its name.
-FUNCTIONAL, INPLACE, OUT, COALESCED, COALESCED_INPLACE = (
-    "",
-    "_",
-    "_out",
-    "_coalesced",
-    "_coalesced_",
-)
+FUNCTIONAL, INPLACE, OUT, COALESCED, COALESCED_INPLACE = FORMS
 
 # Dim 0 stays first: ops that cut or join rows do it there.
 ODD_SHAPES: tuple[Shape, ...] = ((0,), (1,), (5,), (2, 3), (3, 0, 2), (2, 3, 4), (1, 1, 1))

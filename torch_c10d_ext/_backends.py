@@ -44,7 +44,6 @@ def register() -> None:
     """Makes the backends known to ``torch.distributed``; the defaults stay as they are."""
     dist.Backend.register_backend("shm", _create_shm, extended_api=True, devices=["cpu"])
     torch_c10d_ext_autoload.register()  # where torch has not called it
-    _C.set_fallback_connect(_connect)
     atexit.register(_close)
 
 
@@ -129,14 +128,16 @@ def _create_shm(options: Any, _pg_options: Any) -> Any:
 def _connect(
     store: Any, rank: int, size: int, timeout: dt.timedelta, name: str, global_ranks: Any
 ) -> Any:
-    """A group's backend: shm, or its verbs over gloo on all ranks if they cannot share memory."""
+    """A group's backend: shm, or on all ranks gloo, checked, where they cannot share memory."""
     settings = shm_settings()
     backend, session = share_memory(store, rank, size, timeout, name, global_ranks)
     if backend is not None:
         return backend
     gloo, store = meet_over_gloo(store, session, rank, size, timeout, name, global_ranks)
     timeout = min(timeout, _LONGEST)
-    return _C.CheckedBackend(gloo, store, timeout, name, global_ranks, settings["strict"])
+    return _C.CheckedBackend(
+        gloo, store, timeout, name, global_ranks, settings["strict"], connect=_connect
+    )
 
 
 def share_memory(
@@ -222,7 +223,7 @@ def _close() -> None:
     # A rank that ends by an exception tells the others at once.
     grace = dt.timedelta() if hasattr(sys, "last_value") else _GRACE
     _C.close_shm_groups(grace)
-    _C.close_fallback_groups(grace)
+    _C.close_checked_groups(grace)
     if threading.active_count() > 1:
         # A thread that waited comes back while there is an interpreter, without which torch aborts.
         time.sleep(_RETURN)

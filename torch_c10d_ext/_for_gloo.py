@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from torch_c10d_ext import _C, _backends
-from torch_c10d_ext._groups import Group, device_of, group_name, process_group
+from torch_c10d_ext._groups import Group, device_of, group_name, process_group, unwrapped
 from torch_c10d_ext.errors import InvalidArgument
 from torch_c10d_ext_autoload import SWITCH
 
@@ -96,8 +96,8 @@ def backend_of(group: Group = None, device: str | torch.device | None = None) ->
             f"backend_of: device must be one that the group serves, {served}, got {kind} "
             f"{_C.where(name)}"
         )
-    backend = _unwrapped(pg._get_backend(torch.device(kind)))
-    return "gloo" if isinstance(backend, _C.CheckedBackend) else backend.name()
+    backend = unwrapped(pg._get_backend(torch.device(kind)))
+    return backend.inner.name() if isinstance(backend, _C.CheckedBackend) else backend.name()
 
 
 def make_group(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -312,13 +312,6 @@ def _ranks_without(
 def _listed(ranks: Iterable[int]) -> str:
     listed = list(ranks)
     return f"rank{'s' if len(listed) > 1 else ''} {', '.join(map(str, listed))}"
-
-
-def _unwrapped(backend: Any) -> Any:
-    """The backend itself, without what TORCH_DISTRIBUTED_DEBUG=DETAIL puts around it."""
-    while isinstance(backend, c10d._ProcessGroupWrapper):
-        backend = backend.wrapped_pg
-    return backend
 
 
 def _give_default_backend(pg: Any, backend: Any) -> None:

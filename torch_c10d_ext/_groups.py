@@ -137,9 +137,22 @@ def cpu_backend(pg: dist.ProcessGroup) -> dist.Backend:
     return pg._get_backend(torch.device("cpu"))
 
 
-def is_shm(pg: dist.ProcessGroup) -> bool:
-    """Whether this package's backend serves CPU tensors in a group."""
-    return torch.device("cpu") in pg._device_types and cpu_backend(pg).name() == "shm"
+def unwrapped(backend: Any) -> Any:
+    """The backend itself, without what TORCH_DISTRIBUTED_DEBUG=DETAIL puts around it."""
+    while isinstance(backend, c10d._ProcessGroupWrapper):
+        backend = backend.wrapped_pg
+    return backend
+
+
+def has_own_backend(pg: dist.ProcessGroup) -> bool:
+    """Whether a backend of this package serves CPU tensors in a group."""
+    served = torch.device("cpu") in pg._device_types
+    return served and isinstance(unwrapped(cpu_backend(pg)), _C.SplittableBackend)
+
+
+def reconnects(backend: dist.Backend) -> bool:
+    """Whether fewer ranks need nothing but a store to connect anew: torch's gloo cannot shrink."""
+    return isinstance(unwrapped(backend), dist.ProcessGroupGloo)
 
 
 # How many groups were made of a group's ranks. Its ranks count alike, so they agree on a name; that
@@ -199,7 +212,7 @@ def shrunk(
     about["pg_options_override"] = options
     gone = c10d._validate_and_process_excluded_ranks(ranks_to_exclude, about)
     backend = cpu_backend(pg)
-    if backend.name() != "gloo":
+    if not reconnects(backend):
         rest = backend.shrink(sorted(gone), flags, options)
         return c10d._finalize_shrunk_group(about, gone, rest)
     if flags == c10d.SHRINK_ABORT:
@@ -352,10 +365,7 @@ def sums_in_rank_order(name: str) -> bool:
     pg = process_group(name)
     if torch.device("cpu") not in pg._device_types:
         return False
-    backend = cpu_backend(pg)
-    if backend.name() == "shm":
-        return not isinstance(backend, _C.CheckedBackend)
-    return backend.name() == "fake"
+    return _C.capabilities_of(unwrapped(cpu_backend(pg))).sums_in_rank_order
 
 
 def has_cpu(name: str) -> bool:
@@ -366,7 +376,7 @@ def has_cpu(name: str) -> bool:
 def is_fake(name: str) -> bool:
     """Whether the group is torch's fake one, whose collectives do nothing."""
     return any(
-        process_group(name)._get_backend(device).name() == "fake"
+        _C.capabilities_of(unwrapped(process_group(name)._get_backend(device))).moves_nothing
         for device in process_group(name)._device_types
     )
 

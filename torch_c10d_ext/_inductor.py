@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from torch_c10d_ext._groups import places
+from torch_c10d_ext._op_info import COALESCED, FUNCTIONAL, IN_PLACE, forms_of
 
 _LOWERING_MODULE = "torch._inductor.lowering"
 
@@ -84,6 +85,26 @@ def start_reusing(op: Any, in_place: Any, inputs: Any, *args: Any) -> Any:
     ir._CollectiveKernel.create_inplace(in_place, copy, *args)
     _keep_unless_waited_for(copy)
     return copy
+
+
+def lower(kind: str, *, in_place: bool = False) -> None:
+    """Lowers the functional forms of a collective, as far as there are some.
+
+    Args:
+        kind: of the functional form on one tensor, ``"all_reduce"``.
+        in_place: the op in place gives the same values, and so can be started on a copy.
+    """
+    forms = forms_of(kind)
+    op, reusing = forms[FUNCTIONAL], forms[IN_PLACE] if in_place else None
+
+    @lowering(op)
+    def one(input: Any, *args: Any, **kwargs: Any) -> Any:
+        if reusing is None or any(value is not None for value in kwargs.values()):
+            return start(op, input, *args, **kwargs)
+        return start_reusing(op, reusing, input, *args)
+
+    if COALESCED in forms:
+        lowering(forms[COALESCED])(functools.partial(start, forms[COALESCED]))
 
 
 def ordered(op: Any) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_c10d_ext import _C
+from torch_c10d_ext._op_info import OUT, forms_of
 
 Rule = Callable[..., tuple[Any, Any]]
 
@@ -76,6 +77,13 @@ def by_rows(op: Any, *, keeps_scalar: bool = False) -> Rule:
 
 # What is_grads_batched and vectorize of torch.autograd are built on.
 _older_vmap = torch.library.Library("c10d_ext", "IMPL", "Batched")
+
+
+def register_forms(kind: str, rule_of: Callable[..., Rule], **options: Any) -> None:
+    """Registers ``rule_of(op, **options)`` for the forms of a collective, but that into ``out``."""
+    for form, op in forms_of(kind).items():
+        if form != OUT:
+            register(kind + form, rule_of(op, **options))
 
 
 def register(name: str, rule: Rule) -> None:

@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch_c10d_ext import _chakra
 from torch_c10d_ext._flops import flops
 from torch_c10d_ext._groups import group_name, process_group
+from torch_c10d_ext._op_info import NAMESPACES, WIRE, OpInfo, kind_of, op_info
 
 __all__ = [
     "CollectiveCall",
@@ -28,8 +29,6 @@ __all__ = [
     "Step",
     "communication_report",
 ]
-
-_NAMESPACES = ("c10d_ext", "_c10d_functional", "_c10d_functional_autograd")
 
 
 @dataclass(frozen=True)
@@ -362,7 +361,7 @@ class CommunicationReport:
                 kind = _chakra.COMPUTATION
             else:
                 call = self.calls[step.call]
-                op = _kind(call.op)
+                op = kind_of(call.op)
                 kind = {"isend": _chakra.SEND, "irecv": _chakra.RECEIVE}.get(op, _chakra.COLLECTIVE)
                 if kind == _chakra.COLLECTIVE:
                     about["comm_type"] = _chakra.KINDS[op]
@@ -558,35 +557,37 @@ def _schema(target: Any) -> Any:
 class _Call:
     """A call of an op of this package or of torch's functional collectives."""
 
-    op: str
+    info: OpInfo
     arguments: dict[str, Any]
     inputs: list[Node]
     written: list[Node]  # the arguments that it writes
+
+    @property
+    def op(self) -> str:
+        return self.info.name
 
     @staticmethod
     def of(node: Node) -> _Call | None:
         target, args = node.target, node.args
         if _op_name(target) == "with_effects":  # token, op, its arguments
             _, target, *args = args
-        if not str(target).startswith(tuple(f"{name}." for name in _NAMESPACES)):
+        if not str(target).startswith(tuple(f"{name}." for name in NAMESPACES)):
             return None
-        schema = _schema(target)
-        names = [argument.name for argument in schema.arguments]
-        named = {**dict(zip(names, args, strict=False)), **node.kwargs}
-        tensors = [a for a in schema.arguments if "Tensor" in str(a.type)]
-        written = [a for a in tensors if a.alias_info is not None and a.alias_info.is_write]
+        info = op_info(getattr(target, "default", target))  # Dynamo may name no overload
+        assert info is not None
+        named = info.named(tuple(args), node.kwargs)
         return _Call(
-            _op_name(target),
+            info,
             named,
-            _as_list(named[tensors[0].name]),
-            [node for a in written for node in _as_list(named[a.name])],
+            _as_list(named[info.tensors[0]]),
+            [node for name in info.written for node in _as_list(named[name])],
         )
 
     @property
     def group(self) -> str | None:
         """The group's name; None where the op does not communicate."""
-        name = self.arguments.get("group_name")
-        if self.op == "copy_to_group" or name is None:
+        name = self.arguments.get(self.info.group) if self.info.group else None
+        if name is None:
             return None
         name = _value(name) if isinstance(name, Node) else name
         return name if isinstance(name, str) else group_name(name)
@@ -595,8 +596,6 @@ class _Call:
 def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
-
-_WAITS = ("wait_tensor", "wait_message")
 
 # Not computations, though they have results and their schemas name no alias.
 _FREE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view")
@@ -693,11 +692,6 @@ class _Sizes:
         return math.nan
 
 
-def _kind(op: str) -> str:
-    """``all_reduce`` for ``all_reduce_coalesced_``."""
-    return op.removesuffix("_").removesuffix("_coalesced").removesuffix("_out")
-
-
 def _wire(call: _Call, sizes: _Sizes, result: Any, group: str) -> Any:
     """The bytes over the busiest rank's link, as an expression; the table of the docstring."""
     import sympy
@@ -707,21 +701,8 @@ def _wire(call: _Call, sizes: _Sizes, result: Any, group: str) -> Any:
     if n == 1:
         return sympy.Integer(0)
     values = [_value(node) for node in call.inputs]
-    b, out = sizes.bytes_of(values), sizes.bytes_of(result)
-    share = sympy.Rational(n - 1, n)
-    if call.op == "barrier":
-        return sympy.Integer(0)
-    op = _kind(call.op)
-    if op in ("all_reduce", "reduce_from_group"):
-        return 2 * share * b
-    if op in ("all_gather_into_tensor", "gather"):
-        return (n - 1) * b
-    if op == "all_gather":
-        return out - b
-    if op == "reduce_scatter_tensor":
-        return share * b
-    if op == "reduce_scatter":
-        return b - out
+    b, out = (sympy.sympify(sizes.bytes_of(value)) for value in (values, result))
+    op = call.info.kind
     if op == "all_to_all_single":
         rank = pg.rank()
         sent, received = (
@@ -740,12 +721,10 @@ def _wire(call: _Call, sizes: _Sizes, result: Any, group: str) -> Any:
             sympy.Integer(0),
         )
         return sympy.Max(outgoing, b - outgoing)
-    if op == "scatter":
-        return (n - 1) * out
     if op == "permute_tensor" and list(call.arguments["src_dst"]) == list(range(n)):
         return sympy.Integer(0)
-    if op in ("broadcast", "reduce", "permute_tensor", "isend", "irecv"):
-        return b
+    if op in WIRE:
+        return WIRE[op](n, b, out)
     raise ValueError(
         f"communication_report: collectives must be of the kinds it knows, got {call.op}"
     )
@@ -911,7 +890,7 @@ class _Schedule:
         elif call is not None or _is_view(node):
             source = node.all_input_nodes[0] if call is None else call.inputs[0]
             self._base[node] = self._memory(source)
-            if call is not None and call.op in _WAITS:
+            if call is not None and call.info.is_wait:
                 self._wait(self._writer.get(self._base[node]))
         elif _tensors(_value(node)) and _op_name(node.target) not in _FREE:
             self._run(node)
@@ -951,7 +930,7 @@ class _Schedule:
             ),
             [self._memory(n) for n in call.inputs],
             start,
-            start + link.seconds(_kind(call.op), pg.size(), wire_bytes),
+            start + link.seconds(call.info.kind, pg.size(), wire_bytes),
         )
         self._free[wire_name] = flight.end
         self._flights.append(flight)

@@ -81,6 +81,10 @@ struct Capabilities {
   bool gathers_uneven = false;
   // gather and scatter meet c10d's own at the other ranks, which are exchanges: parts may differ.
   bool exchanges_rooted_parts = false;
+  // Adds the ranks' values in one order, wherever in a message they stand.
+  bool sums_in_rank_order = false;
+  // Collectives do nothing: no values depend on them.
+  bool moves_nothing = false;
   // A collective's inputs live as long as it needs them, whatever the caller does.
   bool keeps_inputs = false;
   // Works know how long they took.

@@ -1,8 +1,10 @@
 #include "backends/request.h"
 
+#include <c10/util/StringUtil.h>
 #include <c10/util/accumulate.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "base/dtype.h"
 
@@ -32,6 +34,16 @@ std::vector<int64_t> elements_of(c10::IntArrayRef rows, const at::Tensor& t) {
   return elements;
 }
 
+// Elements of each rank's part, of which there are as many for each.
+Sizes counts_of_ranks(at::TensorList parts, int64_t ranks) {
+  const size_t each = parts.size() / static_cast<size_t>(ranks);
+  Sizes counts(parts.empty() ? 0 : static_cast<size_t>(ranks), 0);
+  for (size_t i = 0; i < parts.size(); ++i) {
+    counts[i / each] += parts[i].numel();
+  }
+  return counts;
+}
+
 int64_t row_of(const at::Tensor& t) {
   int64_t row = 1;
   for (int64_t dim = 1; dim < t.dim(); ++dim) {
@@ -45,14 +57,16 @@ int64_t row_of(const at::Tensor& t) {
 bool Request::is_empty() const {
   switch (type) {
     case OpType::Barrier:
+    case OpType::SparseAllReduce:
       return false;
     case OpType::AllToAll:
       return row_of(sources.front()) == 0;
     case OpType::Gather:
       return sources.front().numel() == 0;
     case OpType::ReduceScatter:
-      if (!source_sizes.empty()) {
-        return sources.front().numel() == 0;
+      if (source_parts || !source_sizes.empty()) {
+        return std::all_of(sources.begin(), sources.end(),
+                           [](const auto& t) { return t.numel() == 0; });
       }
       break;
     default:
@@ -145,6 +159,50 @@ Request Request::barrier(std::string_view op, const at::Tensor& source, const at
   return {op, OpType::Barrier, source, out, nullptr, -1, {}, {}, false};
 }
 
+Request Request::all_reduce_sparse(std::string_view op, const at::Tensor& tensor,
+                                   const Reduction& reduction) {
+  return {op, OpType::SparseAllReduce, tensor, tensor, &reduction, -1, {}, {}, false};
+}
+
+Request Request::all_gather_parts(std::string_view op, at::TensorList sources,
+                                  at::TensorList outs) {
+  return {op, OpType::AllGather, sources, outs, nullptr, -1, {}, {}, false, false, true};
+}
+
+Request Request::reduce_scatter_parts(std::string_view op, at::TensorList sources,
+                                      at::TensorList outs, const Reduction& reduction) {
+  return {op, OpType::ReduceScatter, sources, outs, &reduction, -1, {}, {}, false, true, false};
+}
+
+Request Request::gather_parts(std::string_view op, at::TensorList sources, at::TensorList outs,
+                              int64_t dst) {
+  return {op, OpType::Gather, sources, outs, nullptr, dst, {}, {}, false, false, true};
+}
+
+Request Request::scatter_parts(std::string_view op, at::TensorList sources, at::TensorList outs,
+                               int64_t src) {
+  return {op, OpType::Scatter, sources, outs, nullptr, src, {}, {}, false, true, false};
+}
+
+Request Request::all_to_all_parts(std::string_view op, at::TensorList sources,
+                                  at::TensorList outs) {
+  return {op, OpType::AllToAll, sources, outs, nullptr, -1, {}, {}, false, true, true};
+}
+
+Request Request::all_to_all_elements(std::string_view op, const at::Tensor& source,
+                                     const at::Tensor& out, std::vector<int64_t> out_elements,
+                                     std::vector<int64_t> source_elements) {
+  return {op,
+          OpType::AllToAll,
+          source,
+          out,
+          nullptr,
+          -1,
+          std::move(source_elements),
+          std::move(out_elements),
+          false};
+}
+
 Fingerprint fingerprint_of(OpType type, at::TensorList like, int64_t count) {
   const auto scalar_type = like.front().scalar_type();
   const auto dtype = dtype_of(scalar_type);
@@ -172,6 +230,14 @@ Fingerprint fingerprint_of(const Request& request, int64_t rank, int64_t size) {
       return type == OpType::Reduce ? std::move(said).rooted_at(request.root) : std::move(said);
     }
     case OpType::AllGather: {
+      if (request.out_parts) {
+        auto said = fingerprint_of(type, outs);
+        if (request.is_list) {
+          said.details = c10::str(" in ", sources.size(), " tensors for each rank");
+        }
+        return std::move(said).gathered(counts_of_ranks(sources, 1)[0],
+                                        counts_of_ranks(outs, size));
+      }
       auto said = fingerprint_of(type, sources);
       if (request.is_list) {
         return std::move(said).of_members(counts_of(sources));
@@ -182,6 +248,9 @@ Fingerprint fingerprint_of(const Request& request, int64_t rank, int64_t size) {
     }
     case OpType::ReduceScatter: {
       auto said = fingerprint_of(type, outs).reduced_by(request.reduction->op);
+      if (request.source_parts) {
+        return std::move(said).scattered(counts_of(sources), outs.front().numel());
+      }
       if (request.is_list) {
         return std::move(said).of_members(counts_of(outs));
       }
@@ -190,6 +259,9 @@ Fingerprint fingerprint_of(const Request& request, int64_t rank, int64_t size) {
       return std::move(said).scattered(sizes.empty() ? Sizes(ranks, own) : sizes, own);
     }
     case OpType::AllToAll:
+      if (request.has_parts()) {
+        return fingerprint_of(type, outs.front()).exchanged(counts_of(sources), counts_of(outs));
+      }
       return fingerprint_of(type, outs).exchanged(request.source_sizes, request.out_sizes);
     case OpType::Broadcast:
       return (request.is_list ? fingerprint_of(type, outs).of_members(counts_of(outs))
@@ -197,16 +269,24 @@ Fingerprint fingerprint_of(const Request& request, int64_t rank, int64_t size) {
           .rooted_at(request.root);
     case OpType::Gather: {
       const int64_t own = sources.front().numel();
-      const Sizes parts(rank == request.root ? ranks : 0, own);
+      const Sizes parts =
+          request.out_parts ? counts_of(outs) : Sizes(rank == request.root ? ranks : 0, own);
       return fingerprint_of(type, sources).gathered_at(request.root, own, parts, size);
     }
     case OpType::Scatter: {
       const int64_t own = outs.front().numel();
-      const Sizes parts(rank == request.root ? ranks : 0, own);
+      const Sizes parts =
+          request.source_parts ? counts_of(sources) : Sizes(rank == request.root ? ranks : 0, own);
       return fingerprint_of(type, outs).scattered_from(request.root, own, parts, size);
     }
+    case OpType::SparseAllReduce: {
+      const at::Tensor& tensor = outs.front();
+      Fingerprint said = fingerprint_of(OpType::AllReduce, tensor);
+      said.details = c10::str(" of shape ", tensor.sizes(), " with ", tensor.sparse_dim(),
+                              " sparse dimensions");
+      return std::move(said).reduced_by(request.reduction->op);
+    }
     case OpType::Barrier:
-    case OpType::SparseAllReduce:
     case OpType::Send:
     case OpType::Recv:
       break;

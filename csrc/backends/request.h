@@ -34,12 +34,20 @@ struct CollectiveRequest {
   std::vector<int64_t> source_sizes, out_sizes;
   // Several tensors as one, of which each rank has as many.
   bool is_list = false;
+  // The sources, or the outs, are as many tensors for each rank, in the order of ranks, in place of
+  // one that holds all of theirs. They may differ in size, and where they are not reduced in dtype.
+  // Where the root alone has them, the others have none.
+  bool source_parts = false, out_parts = false;
 
+  bool has_parts() const {
+    return source_parts || out_parts;
+  }
   // The tensor whose device, and so whose backend, is asked.
   const at::Tensor& like() const {
     return type == OpType::Gather ? sources.front() : outs.front();
   }
-  // Whether there is nothing to move on any rank.
+  // Whether there is nothing to move on any rank. Not known of what ranks cut differently: rooted
+  // parts, and an exchange by elements.
   bool is_empty() const;
 
   static CollectiveRequest all_reduce(std::string_view op, const at::Tensor& source,
@@ -86,6 +94,26 @@ struct CollectiveRequest {
   // ranks, and a rank meets the others with an empty tensor, too.
   static CollectiveRequest barrier(std::string_view op, const at::Tensor& source,
                                    const at::Tensor& out);
+
+  // As c10d's methods have them and ops do not.
+  static CollectiveRequest all_reduce_sparse(std::string_view op, const at::Tensor& tensor,
+                                             const Reduction& reduction);
+  // The same dtypes on all ranks, and `outs` as many for each rank as there are `sources`.
+  static CollectiveRequest all_gather_parts(std::string_view op, at::TensorList sources,
+                                            at::TensorList outs);
+  static CollectiveRequest reduce_scatter_parts(std::string_view op, at::TensorList sources,
+                                                at::TensorList outs, const Reduction& reduction);
+  static CollectiveRequest gather_parts(std::string_view op, at::TensorList sources,
+                                        at::TensorList outs, int64_t dst);
+  static CollectiveRequest scatter_parts(std::string_view op, at::TensorList sources,
+                                         at::TensorList outs, int64_t src);
+  static CollectiveRequest all_to_all_parts(std::string_view op, at::TensorList sources,
+                                            at::TensorList outs);
+  // Elements to and from each rank, and not rows: dimensions may differ between ranks.
+  static CollectiveRequest all_to_all_elements(std::string_view op, const at::Tensor& source,
+                                               const at::Tensor& out,
+                                               std::vector<int64_t> out_elements,
+                                               std::vector<int64_t> source_elements);
 };
 
 // A request that lives as long as its collective.
@@ -97,6 +125,11 @@ struct HeldRequest {
   int64_t root = -1;
   std::vector<int64_t> source_sizes, out_sizes;
   bool is_list = false;
+  bool source_parts = false, out_parts = false;
+
+  bool has_parts() const {
+    return source_parts || out_parts;
+  }
 };
 
 // What is told of elements and shapes of tensors like these.

@@ -21,14 +21,19 @@ void without_gil(F&& f) {
   }
 }
 
-// For waits: lets Ctrl-C through.
-inline void check_signals() {
+// Whether the GIL can be taken: not before Python starts, nor once it ends.
+inline bool python_is_up() {
 #if PY_VERSION_HEX >= 0x030d0000
   const bool going_down = Py_IsFinalizing();
 #else
   const bool going_down = _Py_IsFinalizing();
 #endif
-  if (!Py_IsInitialized() || going_down) {
+  return Py_IsInitialized() && !going_down;
+}
+
+// For waits: lets Ctrl-C through.
+inline void check_signals() {
+  if (!python_is_up()) {
     return;
   }
   pybind11::gil_scoped_acquire gil;

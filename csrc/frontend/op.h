@@ -16,6 +16,7 @@
 #include "frontend/autograd.h"
 #include "frontend/calls.h"
 #include "frontend/fast_call.h"
+#include "frontend/forms.h"
 #include "frontend/functionalize.h"
 #include "frontend/result_memory.h"
 
@@ -28,22 +29,10 @@ using std::string_view;
 using Factor = std::optional<c10::Scalar>;
 using SymSizes = std::vector<c10::SymInt>;
 
-// Below autograd from here on: what a Differentiable kernel redispatches with.
-inline c10::DispatchKeySet below_autograd(c10::DispatchKeySet keys) {
-  return keys & c10::after_autograd_keyset;
-}
-
 // The schemas hold plain data alone, so that graphs with them can be saved and compared.
 inline const std::vector<at::Tag>& schema_tags() {
   static const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
   return tags;
-}
-
-// Conj and neg views reach the kernels as they are; submit.h reads and writes through the bits.
-inline void keep_lazy_bits(torch::Library& m, c10::ArrayRef<const char*> ops) {
-  for (const char* op : ops) {
-    m.impl(op, torch::CppFunction::makeFallthrough());
-  }
 }
 
 inline void check_strided(string_view op, const Group& group, string_view name,

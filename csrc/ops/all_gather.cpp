@@ -21,36 +21,25 @@ at::Tensor all_gather(const at::Tensor& input, c10::SymIntArrayRef sizes, string
   return out;
 }
 
-C10D_EXT_HANDLE(all_gather, "all_gather")
+struct Op {
+  static constexpr const char* stem = "all_gather";
+  static constexpr auto functional = &all_gather;
 
-// Derivatives: the adjoint sums what all ranks say of this rank's rows.
-
-at::Tensor all_gather_autograd(c10::DispatchKeySet keys, const at::Tensor& input,
+  // Derivatives: the adjoint sums what all ranks say of this rank's rows.
+  static Derivative derivative(string_view /*op*/, at::TensorList /*inputs*/,
                                c10::SymIntArrayRef sizes, string_view group_name) {
-  return differentiable(
-      input,
-      [&] {
-        return all_gather_handle().redispatch(below_autograd(keys), input, sizes, group_name);
-      },
-      [&] {
-        Derivative d{"AllGatherBackward", Constants(sizes, group_name)};
-        d.adjoint = [sizes = sizes.vec(), name = std::string(group_name)](const Tensors& grads,
-                                                                          const Tensors&) {
-          return Tensors{call::reduce_scatter(grads[0], kSum, sizes, name)};
-        };
-        d.tangent = [sizes = sizes.vec(), name = std::string(group_name)](const Tensors& tangents,
-                                                                          const Tensors&) {
-          return Tensors{call::all_gather(tangents[0], sizes, name)};
-        };
-        return d;
-      });
-}
-
-void register_kernels(torch::Library& m) {
-  m.impl("all_gather", all_gather);
-}
-
-constexpr auto kNames = {"all_gather"};
+    Derivative d{"AllGatherBackward", Constants(sizes, group_name)};
+    d.adjoint = [sizes = sizes.vec(), name = std::string(group_name)](const Tensors& grads,
+                                                                      const Tensors&) {
+      return Tensors{call::reduce_scatter(grads[0], kSum, sizes, name)};
+    };
+    d.tangent = [sizes = sizes.vec(), name = std::string(group_name)](const Tensors& tangents,
+                                                                      const Tensors&) {
+      return Tensors{call::all_gather(tangents[0], sizes, name)};
+    };
+    return d;
+  }
+};
 
 }  // namespace
 
@@ -58,28 +47,6 @@ TORCH_LIBRARY_FRAGMENT(c10d_ext, m) {
   m.def("all_gather(Tensor input, SymInt[] sizes, str group_name) -> Tensor", schema_tags());
 }
 
-TORCH_LIBRARY_IMPL(c10d_ext, CPU, m) {
-  register_kernels(m);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, CUDA, m) {
-  register_kernels(m);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Meta, m) {
-  register_kernels(m);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Autograd, m) {
-  m.impl("all_gather", all_gather_autograd);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Conjugate, m) {
-  keep_lazy_bits(m, kNames);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Negative, m) {
-  keep_lazy_bits(m, kNames);
-}
+C10D_EXT_COLLECTIVE(Op)
 
 }  // namespace c10d_ext

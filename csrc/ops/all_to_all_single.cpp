@@ -49,68 +49,28 @@ at::Tensor& all_to_all_single_out(const at::Tensor& input, c10::SymIntArrayRef o
   return out;
 }
 
-C10D_EXT_HANDLE(all_to_all_single, "all_to_all_single")
-C10D_EXT_HANDLE(all_to_all_single_out, "all_to_all_single_out")
+struct Op {
+  static constexpr const char* stem = "all_to_all_single";
+  static constexpr auto functional = &all_to_all_single;
+  static constexpr auto out = &all_to_all_single_out;
 
-// Derivatives: gradients travel back the way the rows came.
-
-at::Tensor all_to_all_single_autograd(c10::DispatchKeySet keys, const at::Tensor& input,
-                                      c10::SymIntArrayRef output_split_sizes,
-                                      c10::SymIntArrayRef input_split_sizes,
-                                      string_view group_name) {
-  return differentiable(
-      input,
-      [&] {
-        return all_to_all_single_handle().redispatch(
-            below_autograd(keys), input, output_split_sizes, input_split_sizes, group_name);
-      },
-      [&] {
-        Derivative d{"AllToAllSingleBackward",
-                     Constants(output_split_sizes, input_split_sizes, group_name)};
-        d.adjoint = [outputs = output_split_sizes.vec(), inputs = input_split_sizes.vec(),
-                     name = std::string(group_name)](const Tensors& grads, const Tensors&) {
-          return Tensors{call::all_to_all_single(grads[0], inputs, outputs, name)};
-        };
-        d.tangent = [outputs = output_split_sizes.vec(), inputs = input_split_sizes.vec(),
-                     name = std::string(group_name)](const Tensors& tangents, const Tensors&) {
-          return Tensors{call::all_to_all_single(tangents[0], outputs, inputs, name)};
-        };
-        return d;
-      });
-}
-
-at::Tensor& all_to_all_single_out_autograd(c10::DispatchKeySet keys, const at::Tensor& input,
-                                           c10::SymIntArrayRef output_split_sizes,
-                                           c10::SymIntArrayRef input_split_sizes,
-                                           string_view group_name, at::Tensor& out) {
-  forward_out("all_to_all_single_out", group_name, input, out, [&] {
-    all_to_all_single_out_handle().redispatch(below_autograd(keys), input, output_split_sizes,
-                                              input_split_sizes, group_name, out);
-  });
-  return out;
-}
-
-// Functionalization.
-
-at::Tensor& all_to_all_single_out_functionalize(const at::Tensor& input,
-                                                c10::SymIntArrayRef output_split_sizes,
-                                                c10::SymIntArrayRef input_split_sizes,
-                                                string_view group_name, at::Tensor& out) {
-  check_if_lazy(all_to_all_single_out_handle(), group_name, input, output_split_sizes,
-                input_split_sizes, group_name, out);
-  const at::Tensor value = functional_value(input);
-  at::AutoDispatchSkipFunctionalize below_functionalize;
-  replace_value(out, traced_wait(all_to_all_single_handle().call(value, output_split_sizes,
-                                                                 input_split_sizes, group_name)));
-  return out;
-}
-
-void register_kernels(torch::Library& m) {
-  m.impl("all_to_all_single", all_to_all_single);
-  m.impl("all_to_all_single_out", all_to_all_single_out);
-}
-
-constexpr auto kNames = {"all_to_all_single", "all_to_all_single_out"};
+  // Derivatives: gradients travel back the way the rows came.
+  static Derivative derivative(string_view /*op*/, at::TensorList /*inputs*/,
+                               c10::SymIntArrayRef output_split_sizes,
+                               c10::SymIntArrayRef input_split_sizes, string_view group_name) {
+    Derivative d{"AllToAllSingleBackward",
+                 Constants(output_split_sizes, input_split_sizes, group_name)};
+    d.adjoint = [outputs = output_split_sizes.vec(), inputs = input_split_sizes.vec(),
+                 name = std::string(group_name)](const Tensors& grads, const Tensors&) {
+      return Tensors{call::all_to_all_single(grads[0], inputs, outputs, name)};
+    };
+    d.tangent = [outputs = output_split_sizes.vec(), inputs = input_split_sizes.vec(),
+                 name = std::string(group_name)](const Tensors& tangents, const Tensors&) {
+      return Tensors{call::all_to_all_single(tangents[0], outputs, inputs, name)};
+    };
+    return d;
+  }
+};
 
 }  // namespace
 
@@ -125,33 +85,6 @@ TORCH_LIBRARY_FRAGMENT(c10d_ext, m) {
       schema_tags());
 }
 
-TORCH_LIBRARY_IMPL(c10d_ext, CPU, m) {
-  register_kernels(m);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, CUDA, m) {
-  register_kernels(m);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Meta, m) {
-  register_kernels(m);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Autograd, m) {
-  m.impl("all_to_all_single", all_to_all_single_autograd);
-  m.impl("all_to_all_single_out", all_to_all_single_out_autograd);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Functionalize, m) {
-  m.impl("all_to_all_single_out", all_to_all_single_out_functionalize);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Conjugate, m) {
-  keep_lazy_bits(m, kNames);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Negative, m) {
-  keep_lazy_bits(m, kNames);
-}
+C10D_EXT_COLLECTIVE(Op)
 
 }  // namespace c10d_ext

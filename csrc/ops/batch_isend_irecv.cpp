@@ -50,17 +50,7 @@ TORCH_LIBRARY_FRAGMENT(c10d_ext, m) {
       schema_tags());
 }
 
-TORCH_LIBRARY_IMPL(c10d_ext, CPU, m) {
-  m.impl("batch_isend_irecv", batch_isend_irecv);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, CUDA, m) {
-  m.impl("batch_isend_irecv", batch_isend_irecv);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Meta, m) {
-  m.impl("batch_isend_irecv", batch_isend_irecv);
-}
+C10D_EXT_ON_DEVICES([](torch::Library& m) { m.impl("batch_isend_irecv", batch_isend_irecv); })
 
 // Outside autograd, as torch.distributed's messages are.
 TORCH_LIBRARY_IMPL(c10d_ext, Autograd, m) {

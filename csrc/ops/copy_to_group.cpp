@@ -27,25 +27,13 @@ at::Tensor copy_to_group_autograd(const at::Tensor& input, string_view group_nam
 
 C10D_EXT_HANDLE(copy_to_group, "copy_to_group")
 
-constexpr auto kNames = {"copy_to_group"};
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(c10d_ext, m) {
   m.def("copy_to_group(Tensor(a) input, str group_name) -> Tensor(a)", schema_tags());
 }
 
-TORCH_LIBRARY_IMPL(c10d_ext, CPU, m) {
-  m.impl("copy_to_group", copy_to_group);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, CUDA, m) {
-  m.impl("copy_to_group", copy_to_group);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Meta, m) {
-  m.impl("copy_to_group", copy_to_group);
-}
+C10D_EXT_ON_DEVICES([](torch::Library& m) { m.impl("copy_to_group", copy_to_group); })
 
 // A trace in inference mode comes here without having met autograd.
 TORCH_LIBRARY_IMPL(c10d_ext, Functionalize, m) {
@@ -56,12 +44,6 @@ TORCH_LIBRARY_IMPL(c10d_ext, Autograd, m) {
   m.impl("copy_to_group", copy_to_group_autograd);
 }
 
-TORCH_LIBRARY_IMPL(c10d_ext, Conjugate, m) {
-  keep_lazy_bits(m, kNames);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Negative, m) {
-  keep_lazy_bits(m, kNames);
-}
+C10D_EXT_KEEP_LAZY_BITS([](torch::Library& m) { keep_lazy_bits(m, "copy_to_group"); })
 
 }  // namespace c10d_ext

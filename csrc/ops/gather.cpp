@@ -18,34 +18,25 @@ at::Tensor gather(const at::Tensor& input, int64_t dst, string_view group_name) 
   return out;
 }
 
-C10D_EXT_HANDLE(gather, "gather")
+struct Op {
+  static constexpr const char* stem = "gather";
+  static constexpr auto functional = &gather;
 
-// Derivatives: dst hands every rank the gradient of the rows that came from it.
-
-at::Tensor gather_autograd(c10::DispatchKeySet keys, const at::Tensor& input, int64_t dst,
-                           string_view group_name) {
-  return differentiable(
-      input,
-      [&] { return gather_handle().redispatch(below_autograd(keys), input, dst, group_name); },
-      [&] {
-        Derivative d{"GatherBackward", Constants(dst, rows_of(input), input.dim(), group_name)};
-        d.adjoint = [dst, rows = rows_of(input), scalar = input.dim() == 0,
-                     name = std::string(group_name)](const Tensors& grads, const Tensors&) {
-          const at::Tensor grad = call::scatter(grads[0], dst, name, rows);
-          return Tensors{scalar ? grad.squeeze(0) : grad};
-        };
-        d.tangent = [dst, name = std::string(group_name)](const Tensors& tangents, const Tensors&) {
-          return Tensors{call::gather(tangents[0], dst, name)};
-        };
-        return d;
-      });
-}
-
-void register_kernels(torch::Library& m) {
-  m.impl("gather", gather);
-}
-
-constexpr auto kNames = {"gather"};
+  // Derivatives: dst hands every rank the gradient of the rows that came from it.
+  static Derivative derivative(string_view /*op*/, at::TensorList inputs, int64_t dst,
+                               string_view group_name) {
+    Derivative d{"GatherBackward", Constants(dst, rows_of(inputs[0]), inputs[0].dim(), group_name)};
+    d.adjoint = [dst, rows = rows_of(inputs[0]), scalar = inputs[0].dim() == 0,
+                 name = std::string(group_name)](const Tensors& grads, const Tensors&) {
+      const at::Tensor grad = call::scatter(grads[0], dst, name, rows);
+      return Tensors{scalar ? grad.squeeze(0) : grad};
+    };
+    d.tangent = [dst, name = std::string(group_name)](const Tensors& tangents, const Tensors&) {
+      return Tensors{call::gather(tangents[0], dst, name)};
+    };
+    return d;
+  }
+};
 
 }  // namespace
 
@@ -53,28 +44,6 @@ TORCH_LIBRARY_FRAGMENT(c10d_ext, m) {
   m.def("gather(Tensor input, int dst, str group_name) -> Tensor", schema_tags());
 }
 
-TORCH_LIBRARY_IMPL(c10d_ext, CPU, m) {
-  register_kernels(m);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, CUDA, m) {
-  register_kernels(m);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Meta, m) {
-  register_kernels(m);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Autograd, m) {
-  m.impl("gather", gather_autograd);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Conjugate, m) {
-  keep_lazy_bits(m, kNames);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Negative, m) {
-  keep_lazy_bits(m, kNames);
-}
+C10D_EXT_COLLECTIVE(Op)
 
 }  // namespace c10d_ext

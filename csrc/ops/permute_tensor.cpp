@@ -42,37 +42,26 @@ at::Tensor permute_tensor(const at::Tensor& input, at::IntArrayRef src_dst,
   return out;
 }
 
-C10D_EXT_HANDLE(permute_tensor, "permute_tensor")
+struct Op {
+  static constexpr const char* stem = "permute_tensor";
+  static constexpr auto functional = &permute_tensor;
 
-// Derivatives: gradients take the way back.
-
-at::Tensor permute_tensor_autograd(c10::DispatchKeySet keys, const at::Tensor& input,
-                                   at::IntArrayRef src_dst, string_view group_name) {
-  return differentiable(
-      input,
-      [&] {
-        return permute_tensor_handle().redispatch(below_autograd(keys), input, src_dst, group_name);
-      },
-      [&] {
-        const Group group = resolve_group("permute_tensor", group_name);
-        Derivative d{"PermuteTensorBackward", Constants(src_dst, group_name)};
-        d.adjoint = [inverse = inverse_of("permute_tensor", group, src_dst), name = group.name()](
-                        const Tensors& grads, const Tensors&) {
-          return Tensors{call::permute_tensor(grads[0], inverse, name)};
-        };
-        d.tangent = [src_dst = src_dst.vec(), name = group.name()](const Tensors& tangents,
-                                                                   const Tensors&) {
-          return Tensors{call::permute_tensor(tangents[0], src_dst, name)};
-        };
-        return d;
-      });
-}
-
-void register_kernels(torch::Library& m) {
-  m.impl("permute_tensor", permute_tensor);
-}
-
-constexpr auto kNames = {"permute_tensor"};
+  // Derivatives: gradients take the way back.
+  static Derivative derivative(string_view op, at::TensorList /*inputs*/, at::IntArrayRef src_dst,
+                               string_view group_name) {
+    const Group group = resolve_group(op, group_name);
+    Derivative d{"PermuteTensorBackward", Constants(src_dst, group_name)};
+    d.adjoint = [inverse = inverse_of(op, group, src_dst), name = group.name()](
+                    const Tensors& grads, const Tensors&) {
+      return Tensors{call::permute_tensor(grads[0], inverse, name)};
+    };
+    d.tangent = [src_dst = src_dst.vec(), name = group.name()](const Tensors& tangents,
+                                                               const Tensors&) {
+      return Tensors{call::permute_tensor(tangents[0], src_dst, name)};
+    };
+    return d;
+  }
+};
 
 }  // namespace
 
@@ -80,28 +69,6 @@ TORCH_LIBRARY_FRAGMENT(c10d_ext, m) {
   m.def("permute_tensor(Tensor input, int[] src_dst, str group_name) -> Tensor", schema_tags());
 }
 
-TORCH_LIBRARY_IMPL(c10d_ext, CPU, m) {
-  register_kernels(m);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, CUDA, m) {
-  register_kernels(m);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Meta, m) {
-  register_kernels(m);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Autograd, m) {
-  m.impl("permute_tensor", permute_tensor_autograd);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Conjugate, m) {
-  keep_lazy_bits(m, kNames);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Negative, m) {
-  keep_lazy_bits(m, kNames);
-}
+C10D_EXT_COLLECTIVE(Op)
 
 }  // namespace c10d_ext

@@ -35,13 +35,10 @@ at::Tensor& reduce_(at::Tensor& input, string_view reduce_op, int64_t dst, strin
   return input;
 }
 
-C10D_EXT_HANDLE(reduce, "reduce")
-C10D_EXT_HANDLE(reduce_, "reduce_")
-
 // Derivatives: what dst was told about the result goes to every rank.
 
-Derivative derivative(string_view op, string_view reduce_op, int64_t dst, string_view group_name,
-                      const Factor& factor, c10::ScalarType dtype, bool in_place) {
+Derivative derivative_of(string_view op, string_view reduce_op, int64_t dst, string_view group_name,
+                         const Factor& factor, c10::ScalarType dtype, bool in_place) {
   const Group group = resolve_group(op, group_name);
   const Reduction reduction = parse_reduction(op, group, reduce_op, factor, dtype);
   const ReductionRule rule{reduction, group.name(), group.rank(), group.size()};
@@ -66,64 +63,62 @@ Derivative derivative(string_view op, string_view reduce_op, int64_t dst, string
   return d;
 }
 
-at::Tensor reduce_autograd(c10::DispatchKeySet keys, const at::Tensor& input, string_view reduce_op,
-                           int64_t dst, string_view group_name, const Factor& factor) {
-  return differentiable(
-      input,
-      [&] {
-        return reduce_handle().redispatch(below_autograd(keys), input, reduce_op, dst, group_name,
-                                          factor);
-      },
-      [&] {
-        return derivative("reduce", reduce_op, dst, group_name, factor, input.scalar_type(),
-                          /*in_place=*/false);
-      });
-}
+struct Op {
+  static constexpr const char* stem = "reduce";
+  static constexpr auto functional = &reduce;
+  static constexpr auto in_place = &reduce_;
 
-at::Tensor& reduce__autograd(c10::DispatchKeySet keys, at::Tensor& input, string_view reduce_op,
-                             int64_t dst, string_view group_name, const Factor& factor) {
+  static Derivative derivative(string_view op, at::TensorList inputs, string_view reduce_op,
+                               int64_t dst, string_view group_name, const Factor& factor) {
+    return derivative_of(op, reduce_op, dst, group_name, factor, inputs[0].scalar_type(),
+                         /*in_place=*/false);
+  }
+
+  // In place the tensors of the other ranks stay.
+  static at::Tensor& in_place_autograd(c10::DispatchKeySet keys, at::Tensor& input,
+                                       string_view reduce_op, int64_t dst, string_view group_name,
+                                       const Factor& factor);
+  static at::Tensor& in_place_functionalize(at::Tensor& input, string_view reduce_op, int64_t dst,
+                                            string_view group_name, const Factor& factor);
+};
+
+at::Tensor& Op::in_place_autograd(c10::DispatchKeySet keys, at::Tensor& input,
+                                  string_view reduce_op, int64_t dst, string_view group_name,
+                                  const Factor& factor) {
   differentiable_in_place(
       "reduce_", group_name, input,
       [&] {
-        reduce__handle().redispatch(below_autograd(keys), input, reduce_op, dst, group_name,
-                                    factor);
+        forms::handle<Op, Form::InPlace>().redispatch(below_autograd(keys), input, reduce_op, dst,
+                                                      group_name, factor);
       },
       [&] {
-        const at::Tensor reduced = call::wait_tensor(
-            reduce_handle().call(input.clone(), reduce_op, dst, group_name, factor));
+        const at::Tensor reduced = call::wait_tensor(forms::handle<Op, Form::Functional>().call(
+            input.clone(), reduce_op, dst, group_name, factor));
         const Group group = resolve_group("reduce", group_name);
         // The other ranks subtract zeros, which changes no bit and keeps them in the backward.
         return Tensors{group.rank() == dst ? reduced : input.sub(reduced)};
       },
       [&] {
-        return derivative("reduce", reduce_op, dst, group_name, factor, input.scalar_type(),
-                          /*in_place=*/true);
+        return derivative_of("reduce", reduce_op, dst, group_name, factor, input.scalar_type(),
+                             /*in_place=*/true);
       });
   return input;
 }
 
-// Functionalization.
-
-at::Tensor& reduce__functionalize(at::Tensor& input, string_view reduce_op, int64_t dst,
-                                  string_view group_name, const Factor& factor) {
-  check_if_lazy(reduce__handle(), group_name, input, reduce_op, dst, group_name, factor);
+at::Tensor& Op::in_place_functionalize(at::Tensor& input, string_view reduce_op, int64_t dst,
+                                       string_view group_name, const Factor& factor) {
+  check_if_lazy(forms::handle<Op, Form::InPlace>(), group_name, input, reduce_op, dst, group_name,
+                factor);
   const Group group = resolve_group("reduce", group_name);
   const at::Tensor value = functional_value(input);
   at::AutoDispatchSkipFunctionalize below_functionalize;
-  const at::Tensor reduced =
-      traced_wait(reduce_handle().call(value, reduce_op, dst, group_name, factor));
+  const at::Tensor reduced = traced_wait(
+      forms::handle<Op, Form::Functional>().call(value, reduce_op, dst, group_name, factor));
   if (group.rank() == dst) {
     replace_value(input, reduced);
   }
   return input;
 }
-
-void register_kernels(torch::Library& m) {
-  m.impl("reduce", reduce);
-  m.impl("reduce_", reduce_);
-}
-
-constexpr auto kNames = {"reduce", "reduce_"};
 
 }  // namespace
 
@@ -138,33 +133,6 @@ TORCH_LIBRARY_FRAGMENT(c10d_ext, m) {
       schema_tags());
 }
 
-TORCH_LIBRARY_IMPL(c10d_ext, CPU, m) {
-  register_kernels(m);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, CUDA, m) {
-  register_kernels(m);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Meta, m) {
-  register_kernels(m);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Autograd, m) {
-  m.impl("reduce", reduce_autograd);
-  m.impl("reduce_", reduce__autograd);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Functionalize, m) {
-  m.impl("reduce_", reduce__functionalize);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Conjugate, m) {
-  keep_lazy_bits(m, kNames);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Negative, m) {
-  keep_lazy_bits(m, kNames);
-}
+C10D_EXT_COLLECTIVE(Op)
 
 }  // namespace c10d_ext

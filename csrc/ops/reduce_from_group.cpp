@@ -29,25 +29,13 @@ at::Tensor reduce_from_group_autograd(const at::Tensor& input, string_view group
 
 C10D_EXT_HANDLE(reduce_from_group, "reduce_from_group")
 
-constexpr auto kNames = {"reduce_from_group"};
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(c10d_ext, m) {
   m.def("reduce_from_group(Tensor input, str group_name) -> Tensor", schema_tags());
 }
 
-TORCH_LIBRARY_IMPL(c10d_ext, CPU, m) {
-  m.impl("reduce_from_group", reduce_from_group);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, CUDA, m) {
-  m.impl("reduce_from_group", reduce_from_group);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Meta, m) {
-  m.impl("reduce_from_group", reduce_from_group);
-}
+C10D_EXT_ON_DEVICES([](torch::Library& m) { m.impl("reduce_from_group", reduce_from_group); })
 
 // A trace in inference mode comes here without having met autograd.
 TORCH_LIBRARY_IMPL(c10d_ext, Functionalize, m) {
@@ -58,12 +46,6 @@ TORCH_LIBRARY_IMPL(c10d_ext, Autograd, m) {
   m.impl("reduce_from_group", reduce_from_group_autograd);
 }
 
-TORCH_LIBRARY_IMPL(c10d_ext, Conjugate, m) {
-  keep_lazy_bits(m, kNames);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Negative, m) {
-  keep_lazy_bits(m, kNames);
-}
+C10D_EXT_KEEP_LAZY_BITS([](torch::Library& m) { keep_lazy_bits(m, "reduce_from_group"); })
 
 }  // namespace c10d_ext

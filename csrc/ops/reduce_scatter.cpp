@@ -23,50 +23,36 @@ at::Tensor reduce_scatter(const at::Tensor& input, string_view reduce_op, c10::S
   return out;
 }
 
-C10D_EXT_HANDLE(reduce_scatter, "reduce_scatter")
+struct Op {
+  static constexpr const char* stem = "reduce_scatter";
+  static constexpr auto functional = &reduce_scatter;
 
-// Derivatives: every rank needs all parts' gradients.
-
-Derivative derivative(string_view reduce_op, c10::SymIntArrayRef sizes, string_view group_name,
-                      const Factor& factor, c10::ScalarType dtype) {
-  const Group group = resolve_group("reduce_scatter", group_name);
-  const Reduction reduction = parse_reduction("reduce_scatter", group, reduce_op, factor, dtype);
-  const ReductionRule rule{reduction, group.name(), group.rank(), group.size()};
-  Derivative d{"ReduceScatterBackward", Constants(rule, sizes)};
-  d.save = !reduction.is_linear();
-  d.adjoint = [rule, sizes = sizes.vec()](const Tensors& grads, const Tensors& saved) {
-    return Tensors{rule.pull_back(call::all_gather(grads[0], sizes, rule.group),
-                                  saved.empty() ? at::Tensor() : saved[0],
-                                  [&] { return call::all_gather(saved[1], sizes, rule.group); })};
-  };
-  d.tangent = [rule, sizes = sizes.vec()](const Tensors& tangents, const Tensors& saved) {
-    if (saved.empty()) {
-      return Tensors{call::reduce_scatter(tangents[0], rule.reduction, sizes, rule.group)};
-    }
-    const at::Tensor share = rule.push_forward(
-        tangents[0], saved[0], [&] { return call::all_gather(saved[1], sizes, rule.group); });
-    return Tensors{call::reduce_scatter(share, kSum, sizes, rule.group)};
-  };
-  return d;
-}
-
-at::Tensor reduce_scatter_autograd(c10::DispatchKeySet keys, const at::Tensor& input,
-                                   string_view reduce_op, c10::SymIntArrayRef sizes,
-                                   string_view group_name, const Factor& factor) {
-  return differentiable(
-      input,
-      [&] {
-        return reduce_scatter_handle().redispatch(below_autograd(keys), input, reduce_op, sizes,
-                                                  group_name, factor);
-      },
-      [&] { return derivative(reduce_op, sizes, group_name, factor, input.scalar_type()); });
-}
-
-void register_kernels(torch::Library& m) {
-  m.impl("reduce_scatter", reduce_scatter);
-}
-
-constexpr auto kNames = {"reduce_scatter"};
+  // Derivatives: every rank needs all parts' gradients.
+  static Derivative derivative(string_view op, at::TensorList inputs, string_view reduce_op,
+                               c10::SymIntArrayRef sizes, string_view group_name,
+                               const Factor& factor) {
+    const Group group = resolve_group(op, group_name);
+    const Reduction reduction =
+        parse_reduction(op, group, reduce_op, factor, inputs[0].scalar_type());
+    const ReductionRule rule{reduction, group.name(), group.rank(), group.size()};
+    Derivative d{"ReduceScatterBackward", Constants(rule, sizes)};
+    d.save = !reduction.is_linear();
+    d.adjoint = [rule, sizes = sizes.vec()](const Tensors& grads, const Tensors& saved) {
+      return Tensors{rule.pull_back(call::all_gather(grads[0], sizes, rule.group),
+                                    saved.empty() ? at::Tensor() : saved[0],
+                                    [&] { return call::all_gather(saved[1], sizes, rule.group); })};
+    };
+    d.tangent = [rule, sizes = sizes.vec()](const Tensors& tangents, const Tensors& saved) {
+      if (saved.empty()) {
+        return Tensors{call::reduce_scatter(tangents[0], rule.reduction, sizes, rule.group)};
+      }
+      const at::Tensor share = rule.push_forward(
+          tangents[0], saved[0], [&] { return call::all_gather(saved[1], sizes, rule.group); });
+      return Tensors{call::reduce_scatter(share, kSum, sizes, rule.group)};
+    };
+    return d;
+  }
+};
 
 }  // namespace
 
@@ -77,28 +63,6 @@ TORCH_LIBRARY_FRAGMENT(c10d_ext, m) {
       schema_tags());
 }
 
-TORCH_LIBRARY_IMPL(c10d_ext, CPU, m) {
-  register_kernels(m);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, CUDA, m) {
-  register_kernels(m);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Meta, m) {
-  register_kernels(m);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Autograd, m) {
-  m.impl("reduce_scatter", reduce_scatter_autograd);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Conjugate, m) {
-  keep_lazy_bits(m, kNames);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Negative, m) {
-  keep_lazy_bits(m, kNames);
-}
+C10D_EXT_COLLECTIVE(Op)
 
 }  // namespace c10d_ext

@@ -67,110 +67,56 @@ Tensors reduce_scatter_tensor_coalesced(at::TensorList inputs, string_view reduc
   return outs;
 }
 
-C10D_EXT_HANDLE(reduce_scatter_tensor, "reduce_scatter_tensor")
-C10D_EXT_HANDLE(reduce_scatter_tensor_out, "reduce_scatter_tensor_out")
-C10D_EXT_HANDLE(reduce_scatter_tensor_coalesced, "reduce_scatter_tensor_coalesced")
+struct Op {
+  static constexpr const char* stem = "reduce_scatter_tensor";
+  static constexpr auto functional = &reduce_scatter_tensor;
+  static constexpr auto out = &reduce_scatter_tensor_out;
+  static constexpr auto coalesced = &reduce_scatter_tensor_coalesced;
 
-// Derivatives: every rank needs all parts' gradients.
-
-Derivative derivative(string_view reduce_op, int64_t group_size, string_view group_name,
-                      const Factor& factor, c10::ScalarType dtype) {
-  const Group group = resolve_group("reduce_scatter_tensor", group_name);
-  const Reduction reduction =
-      parse_reduction("reduce_scatter_tensor", group, reduce_op, factor, dtype);
-  const ReductionRule rule{reduction, group.name(), group.rank(), group_size};
-  // The whole result, of which this rank has a part.
-  const auto whole = [](const ReductionRule& rule, const at::Tensor& part) {
-    return call::all_gather_into_tensor(part, rule.group_size, rule.group);
-  };
-  Derivative d{"ReduceScatterTensorBackward", Constants(rule)};
-  d.save = !reduction.is_linear();
-  d.adjoint = [rule, whole](const Tensors& grads, const Tensors& saved) {
-    const Tensors gathered =
-        call::all_gather_into_tensor_coalesced(grads, rule.group_size, rule.group);
-    Tensors results;
-    for (size_t i = 0; i < gathered.size(); ++i) {
-      results.push_back(rule.pull_back(gathered[i], saved.empty() ? at::Tensor() : saved[i],
-                                       [&] { return whole(rule, saved[gathered.size() + i]); }));
-    }
-    return results;
-  };
-  d.tangent = [rule, whole](const Tensors& tangents, const Tensors& saved) {
-    if (saved.empty()) {
-      return call::reduce_scatter_tensor_coalesced(tangents, rule.reduction, rule.group_size,
-                                                   rule.group);
-    }
-    Tensors shares;
-    for (size_t i = 0; i < tangents.size(); ++i) {
-      shares.push_back(rule.push_forward(tangents[i], saved[i],
-                                         [&] { return whole(rule, saved[tangents.size() + i]); }));
-    }
-    return call::reduce_scatter_tensor_coalesced(shares, kSum, rule.group_size, rule.group);
-  };
-  return d;
-}
-
-at::Tensor reduce_scatter_tensor_autograd(c10::DispatchKeySet keys, const at::Tensor& input,
-                                          string_view reduce_op, int64_t group_size,
-                                          string_view group_name, const Factor& factor) {
-  return differentiable(
-      input,
-      [&] {
-        return reduce_scatter_tensor_handle().redispatch(below_autograd(keys), input, reduce_op,
-                                                         group_size, group_name, factor);
-      },
-      [&] { return derivative(reduce_op, group_size, group_name, factor, input.scalar_type()); });
-}
-
-at::Tensor& reduce_scatter_tensor_out_autograd(c10::DispatchKeySet keys, const at::Tensor& input,
-                                               string_view reduce_op, int64_t group_size,
-                                               string_view group_name, const Factor& factor,
-                                               at::Tensor& out) {
-  forward_out("reduce_scatter_tensor_out", group_name, input, out, [&] {
-    reduce_scatter_tensor_out_handle().redispatch(below_autograd(keys), input, reduce_op,
-                                                  group_size, group_name, factor, out);
-  });
-  return out;
-}
-
-Tensors reduce_scatter_tensor_coalesced_autograd(c10::DispatchKeySet keys, at::TensorList inputs,
-                                                 string_view reduce_op, int64_t group_size,
-                                                 string_view group_name, const Factor& factor) {
-  return differentiable(
-      inputs,
-      [&] {
-        return reduce_scatter_tensor_coalesced_handle().redispatch(
-            below_autograd(keys), inputs, reduce_op, group_size, group_name, factor);
-      },
-      [&] {
-        return derivative(reduce_op, group_size, group_name, factor, inputs[0].scalar_type());
-      });
-}
-
-// Functionalization.
-
-at::Tensor& reduce_scatter_tensor_out_functionalize(const at::Tensor& input, string_view reduce_op,
-                                                    int64_t group_size, string_view group_name,
-                                                    const Factor& factor, at::Tensor& out) {
-  check_if_lazy(reduce_scatter_tensor_out_handle(), group_name, input, reduce_op, group_size,
-                group_name, factor, out);
-  const at::Tensor value = functional_value(input);
-  at::AutoDispatchSkipFunctionalize below_functionalize;
   // Parts stacked along an extra first dim are the same memory as parts along dim 0.
-  const at::Tensor flat = input.dim() == out.dim() ? value : reshaped(value, {value.sym_numel()});
-  replace_value(out, traced_wait(reduce_scatter_tensor_handle().call(flat, reduce_op, group_size,
-                                                                     group_name, factor)));
-  return out;
-}
+  static at::Tensor functional_input_of_out(const at::Tensor& value, const at::Tensor& input,
+                                            const at::Tensor& out) {
+    return input.dim() == out.dim() ? value : reshaped(value, {value.sym_numel()});
+  }
 
-void register_kernels(torch::Library& m) {
-  m.impl("reduce_scatter_tensor", reduce_scatter_tensor);
-  m.impl("reduce_scatter_tensor_out", reduce_scatter_tensor_out);
-  m.impl("reduce_scatter_tensor_coalesced", reduce_scatter_tensor_coalesced);
-}
-
-constexpr auto kNames = {"reduce_scatter_tensor", "reduce_scatter_tensor_out",
-                         "reduce_scatter_tensor_coalesced"};
+  // Derivatives: every rank needs all parts' gradients.
+  static Derivative derivative(string_view op, at::TensorList inputs, string_view reduce_op,
+                               int64_t group_size, string_view group_name, const Factor& factor) {
+    const Group group = resolve_group(op, group_name);
+    const Reduction reduction =
+        parse_reduction(op, group, reduce_op, factor, inputs[0].scalar_type());
+    const ReductionRule rule{reduction, group.name(), group.rank(), group_size};
+    // The whole result, of which this rank has a part.
+    const auto whole = [](const ReductionRule& rule, const at::Tensor& part) {
+      return call::all_gather_into_tensor(part, rule.group_size, rule.group);
+    };
+    Derivative d{"ReduceScatterTensorBackward", Constants(rule)};
+    d.save = !reduction.is_linear();
+    d.adjoint = [rule, whole](const Tensors& grads, const Tensors& saved) {
+      const Tensors gathered =
+          call::all_gather_into_tensor_coalesced(grads, rule.group_size, rule.group);
+      Tensors results;
+      for (size_t i = 0; i < gathered.size(); ++i) {
+        results.push_back(rule.pull_back(gathered[i], saved.empty() ? at::Tensor() : saved[i],
+                                         [&] { return whole(rule, saved[gathered.size() + i]); }));
+      }
+      return results;
+    };
+    d.tangent = [rule, whole](const Tensors& tangents, const Tensors& saved) {
+      if (saved.empty()) {
+        return call::reduce_scatter_tensor_coalesced(tangents, rule.reduction, rule.group_size,
+                                                     rule.group);
+      }
+      Tensors shares;
+      for (size_t i = 0; i < tangents.size(); ++i) {
+        shares.push_back(rule.push_forward(
+            tangents[i], saved[i], [&] { return whole(rule, saved[tangents.size() + i]); }));
+      }
+      return call::reduce_scatter_tensor_coalesced(shares, kSum, rule.group_size, rule.group);
+    };
+    return d;
+  }
+};
 
 }  // namespace
 
@@ -189,34 +135,6 @@ TORCH_LIBRARY_FRAGMENT(c10d_ext, m) {
       schema_tags());
 }
 
-TORCH_LIBRARY_IMPL(c10d_ext, CPU, m) {
-  register_kernels(m);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, CUDA, m) {
-  register_kernels(m);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Meta, m) {
-  register_kernels(m);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Autograd, m) {
-  m.impl("reduce_scatter_tensor", reduce_scatter_tensor_autograd);
-  m.impl("reduce_scatter_tensor_out", reduce_scatter_tensor_out_autograd);
-  m.impl("reduce_scatter_tensor_coalesced", reduce_scatter_tensor_coalesced_autograd);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Functionalize, m) {
-  m.impl("reduce_scatter_tensor_out", reduce_scatter_tensor_out_functionalize);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Conjugate, m) {
-  keep_lazy_bits(m, kNames);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Negative, m) {
-  keep_lazy_bits(m, kNames);
-}
+C10D_EXT_COLLECTIVE(Op)
 
 }  // namespace c10d_ext

@@ -36,43 +36,32 @@ at::Tensor scatter(const at::Tensor& input, int64_t src, string_view group_name,
   return out;
 }
 
-C10D_EXT_HANDLE(scatter, "scatter")
+struct Op {
+  static constexpr const char* stem = "scatter";
+  static constexpr auto functional = &scatter;
 
-// Derivatives: the parts' gradients return to src; the other ranks' inputs reached nobody.
-
-at::Tensor scatter_autograd(c10::DispatchKeySet keys, const at::Tensor& input, int64_t src,
-                            string_view group_name, std::optional<c10::SymInt> size) {
-  return differentiable(
-      input,
-      [&] {
-        return scatter_handle().redispatch(below_autograd(keys), input, src, group_name, size);
-      },
-      [&] {
-        const Group group = resolve_group("scatter", group_name);
-        Derivative d{"ScatterBackward",
-                     Constants(src, input.sym_sizes(), group.rank(), group_name)};
-        d.adjoint = [src, is_src = group.rank() == src, sizes = input.sym_sizes().vec(),
-                     name = group.name()](const Tensors& grads, const Tensors&) {
-          const at::Tensor grad = call::gather(grads[0], src, name);
-          if (is_src) {
-            return Tensors{grad};
-          }
-          // Zeros that hang on the gather's empty result: src waits for this rank in every
-          // derivative, and in as large a batch. (cat would drop an empty vector.)
-          return Tensors{grads[0].new_zeros_symint(sizes).add(grad.sum())};
-        };
-        d.tangent = [src, size, name = group.name()](const Tensors& tangents, const Tensors&) {
-          return Tensors{call::scatter(tangents[0], src, name, size)};
-        };
-        return d;
-      });
-}
-
-void register_kernels(torch::Library& m) {
-  m.impl("scatter", scatter);
-}
-
-constexpr auto kNames = {"scatter"};
+  // Derivatives: the parts' gradients return to src; the other ranks' inputs reached nobody.
+  static Derivative derivative(string_view op, at::TensorList inputs, int64_t src,
+                               string_view group_name, const std::optional<c10::SymInt>& size) {
+    const Group group = resolve_group(op, group_name);
+    Derivative d{"ScatterBackward",
+                 Constants(src, inputs[0].sym_sizes(), group.rank(), group_name)};
+    d.adjoint = [src, is_src = group.rank() == src, sizes = inputs[0].sym_sizes().vec(),
+                 name = group.name()](const Tensors& grads, const Tensors&) {
+      const at::Tensor grad = call::gather(grads[0], src, name);
+      if (is_src) {
+        return Tensors{grad};
+      }
+      // Zeros that hang on the gather's empty result: src waits for this rank in every
+      // derivative, and in as large a batch. (cat would drop an empty vector.)
+      return Tensors{grads[0].new_zeros_symint(sizes).add(grad.sum())};
+    };
+    d.tangent = [src, size, name = group.name()](const Tensors& tangents, const Tensors&) {
+      return Tensors{call::scatter(tangents[0], src, name, size)};
+    };
+    return d;
+  }
+};
 
 }  // namespace
 
@@ -81,28 +70,6 @@ TORCH_LIBRARY_FRAGMENT(c10d_ext, m) {
         schema_tags());
 }
 
-TORCH_LIBRARY_IMPL(c10d_ext, CPU, m) {
-  register_kernels(m);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, CUDA, m) {
-  register_kernels(m);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Meta, m) {
-  register_kernels(m);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Autograd, m) {
-  m.impl("scatter", scatter_autograd);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Conjugate, m) {
-  keep_lazy_bits(m, kNames);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Negative, m) {
-  keep_lazy_bits(m, kNames);
-}
+C10D_EXT_COLLECTIVE(Op)
 
 }  // namespace c10d_ext

@@ -38,17 +38,7 @@ TORCH_LIBRARY_FRAGMENT(c10d_ext, m) {
   m.def("wait_message(Tensor ticket, SymInt[] sizes, ScalarType dtype) -> Tensor[]", schema_tags());
 }
 
-TORCH_LIBRARY_IMPL(c10d_ext, CPU, m) {
-  m.impl("wait_message", wait_message);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, CUDA, m) {
-  m.impl("wait_message", wait_message);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Meta, m) {
-  m.impl("wait_message", wait_message);
-}
+C10D_EXT_ON_DEVICES([](torch::Library& m) { m.impl("wait_message", wait_message); })
 
 // Outside autograd, as torch.distributed's messages are.
 TORCH_LIBRARY_IMPL(c10d_ext, Autograd, m) {

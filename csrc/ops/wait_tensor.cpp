@@ -66,17 +66,7 @@ TORCH_LIBRARY_FRAGMENT(c10d_ext, m) {
   m.def("wait_tensor(Tensor(a) tensor) -> Tensor(a)", schema_tags());
 }
 
-TORCH_LIBRARY_IMPL(c10d_ext, CPU, m) {
-  m.impl("wait_tensor", wait_tensor);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, CUDA, m) {
-  m.impl("wait_tensor", wait_tensor);
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Meta, m) {
-  m.impl("wait_tensor", wait_tensor);
-}
+C10D_EXT_ON_DEVICES([](torch::Library& m) { m.impl("wait_tensor", wait_tensor); })
 
 TORCH_LIBRARY_IMPL(c10d_ext, Autograd, m) {
   m.impl("wait_tensor", wait_tensor_autograd);
@@ -86,12 +76,6 @@ TORCH_LIBRARY_IMPL(c10d_ext, Functionalize, m) {
   m.impl("wait_tensor", wait_tensor_functionalize);
 }
 
-TORCH_LIBRARY_IMPL(c10d_ext, Conjugate, m) {
-  keep_lazy_bits(m, {"wait_tensor"});
-}
-
-TORCH_LIBRARY_IMPL(c10d_ext, Negative, m) {
-  keep_lazy_bits(m, {"wait_tensor"});
-}
+C10D_EXT_KEEP_LAZY_BITS([](torch::Library& m) { keep_lazy_bits(m, "wait_tensor"); })
 
 }  // namespace c10d_ext

@@ -1,17 +1,27 @@
 #include "python/capabilities.h"
 
 #include <pybind11/stl.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/utils/pybind.h>
 
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "backends/adapter/capabilities.h"
+#include "backends/backend.h"
 
 namespace c10d_ext {
 
 void bind_capabilities(pybind11::module_& m) {
   namespace py = pybind11;
+  py::class_<Capabilities>(m, "Capabilities")
+      .def_readonly("sums_in_rank_order", &Capabilities::sums_in_rank_order)
+      .def_readonly("moves_nothing", &Capabilities::moves_nothing);
+  m.def("capabilities_of", [](const c10::intrusive_ptr<c10d::Backend>& backend) {
+    const auto* own = CollectiveBackend::of(*backend);
+    return own != nullptr ? own->capabilities() : capabilities_of(backend->getBackendName());
+  });
   m.def(
       "register_backend_capabilities",
       [](const std::string& name, const std::optional<std::vector<std::string>>& methods,

@@ -39,7 +39,7 @@ Tensors prepared(std::string_view op, const Group& group, const Tensors& inputs,
 
 // What remember() was told last. Guarded by the GIL.
 struct Remembered {
-  PyObject* verb = nullptr;
+  PyObject* function = nullptr;
   PyObject* op = nullptr;
   PyObject* group = nullptr;
   PyObject* inputs = nullptr;
@@ -78,13 +78,13 @@ PyObject* remember(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   if (given == 6) {
     now = {arguments[0], arguments[1], arguments[2], arguments[4], arguments[5]};
     now.ranks = PyLong_AsLongLong(arguments[3]);
-    now.gathers = PyUnicode_CompareWithASCIIString(now.verb, "all_gather_into_tensor") == 0;
-    for (PyObject* kept : {now.verb, now.op, now.group, now.inputs, now.outputs}) {
+    now.gathers = PyUnicode_CompareWithASCIIString(now.function, "all_gather_into_tensor") == 0;
+    for (PyObject* kept : {now.function, now.op, now.group, now.inputs, now.outputs}) {
       Py_INCREF(kept);
     }
   }
   // Last: what is let go may run Python code.
-  for (PyObject* kept : {before.verb, before.op, before.group, before.inputs, before.outputs}) {
+  for (PyObject* kept : {before.function, before.op, before.group, before.inputs, before.outputs}) {
     Py_XDECREF(kept);
   }
   Py_RETURN_NONE;
@@ -94,7 +94,7 @@ PyObject* hold_again(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   const Remembered& known = remembered();
   PyObject* const input = given == 5 ? arguments[3] : nullptr;
   PyObject* const output = given == 5 ? arguments[4] : nullptr;
-  if (output == nullptr || arguments[0] != known.verb || arguments[1] != known.op ||
+  if (output == nullptr || arguments[0] != known.function || arguments[1] != known.op ||
       arguments[2] != known.group || fast_call::is_watched()) {
     Py_RETURN_FALSE;
   }

@@ -14,12 +14,13 @@ namespace c10d_ext {
 // Calls that a coalescing block holds back mostly look like the one before them, and are then told
 // by the identity of their arguments.
 
-// remember(verb, op, group, ranks, inputs, outputs): calls of `verb` with these very objects are
-// held in these two lists (one, of a verb without an input of its own). Without arguments: none is.
+// remember(function, op, group, ranks, inputs, outputs): calls of `function` with these very
+// objects are held in these two lists (one, where there is no input of its own). Without arguments:
+// none is.
 PyObject* remember(PyObject*, PyObject* const* arguments, Py_ssize_t given);
 
-// hold_again(verb, op, group, input, output): whether this call was put into the lists. It was if
-// it is as remembered and its tensors go with those that are there.
+// hold_again(function, op, group, input, output): whether this call was put into the lists. It was
+// if it is as remembered and its tensors go with those that are there.
 PyObject* hold_again(PyObject*, PyObject* const* arguments, Py_ssize_t given);
 
 // Raises what a call would be refused for at the end of its block, when others were sent.

@@ -212,7 +212,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_futures(m);
   bind_rendezvous(m);
   bind_shm(m);
-  bind_fallback(m);
+  bind_checked(m);
   bind_works(m);
   bind_capabilities(m);
   bind_tally(m);

@@ -56,7 +56,7 @@ class FunctionalCall {
   const bool before_;
 };
 
-// Storages that a backend writes by calls that leave no entry in the table of works: c10d's verbs.
+// Storages that a backend writes by calls that leave no entry in the table of works, c10d's own.
 // Counted, as calls may follow each other.
 class WritesInFlight {
  public:

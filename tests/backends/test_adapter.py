@@ -63,16 +63,17 @@ def _load(path: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
 
-    def create(options: Any, _: Any) -> Any:
-        return module.create(options.store, options.group_rank, options.group_size)
+    def create(options: Any, _: Any, splits: bool = True) -> Any:
+        return module.create(options.store, options.group_rank, options.group_size, splits)
 
-    def create_checked(options: Any, _: Any) -> Any:
+    def create_checked(options: Any, _: Any, splits: bool = True) -> Any:
         ranks = _C.GlobalRanks(options.store, options.global_ranks_in_group)
-        backend, store = create(options, _), options.store
+        backend, store = create(options, _, splits), options.store
         return _C.CheckedBackend(backend, store, TIMEOUT, options.group_id, ranks, True, "checked")
 
-    dist.Backend.register_backend("store", create, extended_api=True, devices=["cpu"])
-    dist.Backend.register_backend("checked", create_checked, extended_api=True, devices=["cpu"])
+    create_whole = functools.partial(create_checked, splits=False)
+    for name, by in (("store", create), ("checked", create_checked), ("whole", create_whole)):
+        dist.Backend.register_backend(name, by, extended_api=True, devices=["cpu"])
     return module
 
 
@@ -211,3 +212,55 @@ def _is_checked(path: str) -> None:
 
 def test_checks_compose_with_any_backend(plugin: str) -> None:
     run(2, _is_checked, plugin)
+
+
+def _is_checked_store(group: Any, n: int) -> None:
+    """Whether the group of ``n`` is the plug-in's, and checked."""
+    backend = group._get_backend(torch.device("cpu"))
+    assert isinstance(backend, _C.CheckedBackend) and backend.name() == "checked"
+    assert backend.inner.name() == "store" and backend.inner.size() == group.size() == n
+    x = torch.full((2,), group.rank() + 1.0)
+    group.allreduce([x]).wait()
+    assert torch.equal(x, torch.full((2,), n * (n + 1) / 2))
+    with pytest.raises(CollectiveMismatch, match="broadcast"):
+        group.broadcast(torch.ones(2 + group.rank()), 0).wait()
+
+
+def _groups_of_a_checked_group(path: str) -> None:
+    rank, n = dist.get_rank(), dist.get_world_size()
+    with plugged_in(path, CAN, "checked") as group:
+        backend = group._get_backend(torch.device("cpu"))
+        assert backend.supports_splitting and backend.supports_shrinking
+        for ranks in ([1, 2], [0, 2]):
+            name = f"part {ranks}"
+            part = group.split_group(ranks, TIMEOUT, None, name, name)
+            assert (part is not None) == (rank in ranks)
+            if part is not None:
+                _is_checked_store(part, len(ranks))
+        if rank != 1:
+            rest = backend.shrink([1], 0, None)
+            assert rest.inner.name() == "store" and (rest.rank(), rest.size()) == (rank // 2, 2)
+            x = torch.full((2,), rank + 1.0)
+            rest.allreduce([x]).wait()
+            assert torch.equal(x, torch.full((2,), 4.0))
+        elif n > 1:
+            with pytest.raises(ValueError, match="shrink: the ranks that remain must call it"):
+                backend.shrink([1], 0, None)
+
+
+def test_groups_of_a_checked_group_are_checked_and_of_its_backend(plugin: str) -> None:
+    run(3, _groups_of_a_checked_group, plugin)
+
+
+def _cannot_split(path: str) -> None:
+    with plugged_in(path, CAN, "whole") as group:
+        backend = group._get_backend(torch.device("cpu"))
+        assert not backend.supports_splitting and not backend.supports_shrinking
+        with pytest.raises(InvalidArgument, match=r"split: the backend .*got 'store'.*rank [01]/2"):
+            group.split_group([0, 1], TIMEOUT, None, "part", "part")
+        with pytest.raises(InvalidArgument, match=r"shrink: the backend .*got 'store'"):
+            backend.shrink([1], 0, None)
+
+
+def test_what_cannot_split_is_not_split_when_it_is_checked(plugin: str) -> None:
+    run(2, _cannot_split, plugin)

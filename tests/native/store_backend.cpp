@@ -4,9 +4,11 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <functional>
@@ -76,8 +78,38 @@ class LazyWork : public c10d::Work {
 
 class StoreBackend : public c10d::Backend {
  public:
-  StoreBackend(Store store, int rank, int size)
-      : c10d::Backend(rank, size), store_(std::move(store)) {}
+  StoreBackend(Store store, int rank, int size, bool splits)
+      : c10d::Backend(rank, size), store_(std::move(store)), splits_(splits) {}
+
+  bool supportsSplitting() const override {
+    return splits_;
+  }
+  bool supportsShrinking() const override {
+    return splits_;
+  }
+  c10::intrusive_ptr<Options> getBackendOptions() override {
+    return c10::make_intrusive<Options>("store");
+  }
+  c10::intrusive_ptr<Backend> split(const Store&, const std::vector<int>& ranks,
+                                    const c10::intrusive_ptr<Options>& opts) override {
+    return part("split/" + opts->group_name + "/", ranks);
+  }
+  c10::intrusive_ptr<Backend> shrink(const std::vector<int64_t>& ranks_to_exclude, int,
+                                     const c10::intrusive_ptr<Options>& opts) override {
+    std::vector<int> ranks;
+    for (int rank = 0; rank < size_; ++rank) {
+      if (std::find(ranks_to_exclude.begin(), ranks_to_exclude.end(), rank) ==
+          ranks_to_exclude.end()) {
+        ranks.push_back(rank);
+      }
+    }
+    return part("shrink/" + opts->group_name + "/", ranks);
+  }
+  c10::intrusive_ptr<Backend> merge(const Store& store, const c10::intrusive_ptr<Options>& opts,
+                                    const int& rank, const int& size) override {
+    const auto met = c10::make_intrusive<c10d::PrefixStore>("merge/" + opts->group_name, store);
+    return c10::make_intrusive<StoreBackend>(met, rank, size, splits_);
+  }
 
   const std::string getBackendName() const override {
     return "store";
@@ -134,6 +166,15 @@ class StoreBackend : public c10d::Backend {
   }
 
  private:
+  c10::intrusive_ptr<Backend> part(const std::string& prefix, const std::vector<int>& ranks) {
+    const auto self = std::find(ranks.begin(), ranks.end(), rank_);
+    if (self == ranks.end()) {
+      return {};
+    }
+    return c10::make_intrusive<StoreBackend>(c10::make_intrusive<c10d::PrefixStore>(prefix, store_),
+                                             static_cast<int>(self - ranks.begin()),
+                                             static_cast<int>(ranks.size()), splits_);
+  }
   WorkPtr work(c10d::OpType type, std::function<void()> finish) {
     return c10::make_intrusive<LazyWork>(rank_, type, std::move(finish));
   }
@@ -144,6 +185,7 @@ class StoreBackend : public c10d::Backend {
   }
 
   const Store store_;
+  const bool splits_;
   uint64_t reductions_ = 0;
   uint64_t exchanges_ = 0;
   std::map<std::string, int> sent_, received_;
@@ -152,7 +194,9 @@ class StoreBackend : public c10d::Backend {
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.def("create", [](const Store& store, int rank, int size) -> c10::intrusive_ptr<c10d::Backend> {
-    return c10::make_intrusive<StoreBackend>(store, rank, size);
-  });
+  m.def(
+      "create",
+      [](const Store& store, int rank, int size, bool splits) -> c10::intrusive_ptr<c10d::Backend> {
+        return c10::make_intrusive<StoreBackend>(store, rank, size, splits);
+      });
 }

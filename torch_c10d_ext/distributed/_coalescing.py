@@ -23,15 +23,15 @@ class Run:
     """Neighbouring calls of a block that fit into one message and wait for its end."""
 
     def __init__(
-        self, verb: str, reduction: str, factor: complex | None, dtype: torch.dtype, device: Any
+        self, function: str, reduction: str, factor: complex | None, dtype: torch.dtype, device: Any
     ) -> None:
-        self.verb = verb  # all_reduce, all_gather_into_tensor or reduce_scatter_tensor
+        self.function = function  # all_reduce, all_gather_into_tensor or reduce_scatter_tensor
         self.reduction = reduction
         self.factor = factor
         self.dtype = dtype
         self.device = device
         self.outputs: list[Tensor] = []
-        self.in_place = verb == "all_reduce"
+        self.in_place = function == "all_reduce"
         self.inputs = self.outputs if self.in_place else []
 
     def start(self, name: str, async_op: bool) -> Any:
@@ -42,10 +42,10 @@ class Run:
             return self._call_ops(name, async_op)
 
     def _call_ops(self, name: str, async_op: bool) -> Any:
-        verb, inputs, outputs = self.verb, self.inputs, self.outputs
-        if verb == "all_reduce":
+        function, inputs, outputs = self.function, self.inputs, self.outputs
+        if function == "all_reduce":
             started = _ops.all_reduce_coalesced(inputs, self.reduction, name, factor=self.factor)
-        elif verb == "all_gather_into_tensor":
+        elif function == "all_gather_into_tensor":
             started = _ops.all_gather_into_tensor_coalesced(inputs, group_size(name), name)
         else:
             started = _ops.reduce_scatter_tensor_coalesced(
@@ -55,9 +55,9 @@ class Run:
 
     def _write(self, name: str, async_op: bool) -> bool:
         """As an eager call that writes the outputs themselves; False where none may."""
-        if self.verb == "all_reduce":
+        if self.function == "all_reduce":
             return _all_reduce_(async_op, self.outputs, self.reduction, name, factor=self.factor)
-        if self.verb == "all_gather_into_tensor":
+        if self.function == "all_gather_into_tensor":
             return _C.write_all_gather_block(async_op, self.inputs, self.outputs, name)
         return _C.write_reduce_scatter_block(
             async_op, self.inputs, self.outputs, self.reduction, self.factor, name
@@ -228,7 +228,7 @@ class CoalescingManager:
 
 def hold(
     name: str,
-    verb: str,
+    function: str,
     op: Any,
     group: Group,
     input: Tensor,
@@ -243,22 +243,22 @@ def hold(
     compiling = torch.compiler.is_compiling()
     if not compiling:
         _forget()
-        _C.check_held(verb, name, reduction, factor, input, output)
+        _C.check_held(function, name, reduction, factor, input, output)
     runs = open_blocks[name]._runs
     run = runs[-1] if runs else None
     if (
         run is None
-        or run.verb != verb
+        or run.function != function
         or run.reduction != reduction
         or run.factor != factor
         or run.dtype is not input.dtype
         or run.device != input.device
     ):
-        run = Run(verb, reduction, factor, input.dtype, input.device)
+        run = Run(function, reduction, factor, input.dtype, input.device)
         runs.append(run)
     if not run.in_place:  # `is` of lists is more than Dynamo of torch 2.11 can trace
         run.inputs.append(input)
     run.outputs.append(output)
     # The factor of an op may change, as may the ranks in a list.
     if not compiling and factor is None and not isinstance(group, list):
-        _C.remember(verb, op, group, group_size(name), run.inputs, run.outputs)
+        _C.remember(function, op, group, group_size(name), run.inputs, run.outputs)

@@ -20,10 +20,10 @@ from torch_c10d_ext._async import LESS_THAN_A_BYTE
 from torch_c10d_ext._groups import (
     Group,
     barrier_device,
-    cpu_backend,
     group_name,
     group_rank,
     group_size,
+    has_own_backend,
     illegal_work,
     member,
     process_group,
@@ -369,17 +369,17 @@ def all_gather_coalesced(
 
     Source: csrc/ops/all_gather_into_tensor.cpp
     """
-    verb = "all_gather_coalesced"
-    name = member(verb, group)
+    function = "all_gather_coalesced"
+    name = member(function, group)
     if name is None:
         return None
-    _check_tensors(verb, "input_tensor_list", input_tensor_list, name)
-    _check_one_per_rank(verb, "output_tensor_lists", output_tensor_lists, name)  # type: ignore
+    _check_tensors(function, "input_tensor_list", input_tensor_list, name)
+    _check_one_per_rank(function, "output_tensor_lists", output_tensor_lists, name)  # type: ignore
     for outs in output_tensor_lists:
-        _check_tensors(verb, "output_tensor_lists", outs, name, like=input_tensor_list[0])
+        _check_tensors(function, "output_tensor_lists", outs, name, like=input_tensor_list[0])
         if [o.numel() for o in outs] != [x.numel() for x in input_tensor_list]:
             raise InvalidArgument(
-                f"{verb}: output_tensor_lists must hold the inputs' sizes for every rank, "
+                f"{function}: output_tensor_lists must hold the inputs' sizes for every rank, "
                 f"{[x.numel() for x in input_tensor_list]}, got {[o.numel() for o in outs]} "
                 f"{where(name)}"
             )
@@ -422,23 +422,23 @@ def all_gather_into_tensor(
 
     Source: csrc/ops/all_gather_into_tensor.cpp
     """
-    verb = "all_gather_into_tensor"
+    function = "all_gather_into_tensor"
     if (
         _open_blocks
         and not _is_dynamo_compiling()
-        and _hold_again(verb, None, group, input_tensor, output_tensor)
+        and _hold_again(function, None, group, input_tensor, output_tensor)
     ):
         return illegal_work() if async_op else None
-    name = member(verb, group)
+    name = member(function, group)
     if name is None:
         return None
-    _check_tensor(verb, "output_tensor", output_tensor, name)
-    _check_tensor(verb, "input_tensor", input_tensor, name)
-    _check_same_dtype(verb, output_tensor, input_tensor, name)
+    _check_tensor(function, "output_tensor", output_tensor, name)
+    _check_tensor(function, "input_tensor", input_tensor, name)
+    _check_same_dtype(function, output_tensor, input_tensor, name)
     ranks = group_size(name)
-    _check_numel(verb, output_tensor, ranks * input_tensor.numel(), "N times the input's", name)
+    _check_numel(function, output_tensor, ranks * input_tensor.numel(), "N times the input's", name)
     if name in _open_blocks:
-        _hold(name, verb, None, group, input_tensor, output_tensor)
+        _hold(name, function, None, group, input_tensor, output_tensor)
         return illegal_work() if async_op and not _is_compiling() else None
     if not _is_compiling() and _all_gather_into_tensor_out(
         async_op, input_tensor, ranks, name, out=output_tensor
@@ -525,26 +525,30 @@ def reduce_scatter_tensor(
 
     Source: csrc/ops/reduce_scatter_tensor.cpp
     """
-    verb = "reduce_scatter_tensor"
-    if _open_blocks and not _is_dynamo_compiling() and _hold_again(verb, op, group, input, output):
+    function = "reduce_scatter_tensor"
+    if (
+        _open_blocks
+        and not _is_dynamo_compiling()
+        and _hold_again(function, op, group, input, output)
+    ):
         return illegal_work() if async_op else None
-    name = member(verb, group)
+    name = member(function, group)
     if name is None:
         return None
-    _check_tensor(verb, "output", output, name)
-    _check_tensor(verb, "input", input, name)
-    _check_same_dtype(verb, output, input, name)
+    _check_tensor(function, "output", output, name)
+    _check_tensor(function, "input", input, name)
+    _check_same_dtype(function, output, input, name)
     ranks = group_size(name)
     if output.numel() * ranks != input.numel():
         raise InvalidArgument(
-            f"{verb}: the input must have N times the output's elements, "
+            f"{function}: the input must have N times the output's elements, "
             f"{output.numel() * ranks}, got {input.numel()} {where(name)}"
         )
     reduction, factor = reduction_of(op)
     # The rows of a rank are one row to the op: any shape of the same elements will do.
     rows = input.reshape(ranks, -1) if input.dim() == 0 or input.shape[0] % ranks else input
     if name in _open_blocks:
-        _hold(name, verb, op, group, rows, output, reduction, factor)
+        _hold(name, function, op, group, rows, output, reduction, factor)
         return illegal_work() if async_op and not _is_compiling() else None
     if not _is_compiling() and _reduce_scatter_tensor_out(
         async_op, rows, reduction, ranks, name, factor=factor, out=output
@@ -782,15 +786,15 @@ def all_to_all_single(
 
     Source: csrc/ops/all_to_all_single.cpp
     """
-    verb = "all_to_all_single"
-    name = member(verb, group)
+    function = "all_to_all_single"
+    name = member(function, group)
     if name is None:
         return None
-    _check_tensor(verb, "output", output, name)
-    _check_tensor(verb, "input", input, name)
-    _check_same_dtype(verb, output, input, name)
-    to = _splits(verb, "output", output, output_split_sizes, name)
-    of = _splits(verb, "input", input, input_split_sizes, name)
+    _check_tensor(function, "output", output, name)
+    _check_tensor(function, "input", input, name)
+    _check_same_dtype(function, output, input, name)
+    to = _splits(function, "output", output, output_split_sizes, name)
+    of = _splits(function, "input", input, input_split_sizes, name)
     if not _is_compiling() and _all_to_all_single_out(async_op, input, to, of, name, out=output):
         return _delivery.work_of([output]) if async_op else None
     with torch.no_grad():
@@ -865,26 +869,28 @@ def monitored_barrier(
 
         monitored_barrier(timeout=datetime.timedelta(seconds=10))
 
-    Source: csrc/backends/shm.cpp
+    Source: csrc/backends/shm/requests.cpp
     """
     refuse_in_a_graph("monitored_barrier")
     name = member("monitored_barrier", group)
     if name is None:
         return
     pg = process_group(name)
-    if cpu_backend(pg).name() != "shm":
+    if not has_own_backend(pg):
         dist.monitored_barrier(pg, timeout, wait_all_ranks)
         return
     pg.monitored_barrier(timeout or c10d.default_pg_timeout, wait_all_ranks)
 
 
-def _splits(verb: str, side: str, tensor: Tensor, sizes: list[int] | None, group: str) -> list[int]:
+def _splits(
+    function: str, side: str, tensor: Tensor, sizes: list[int] | None, group: str
+) -> list[int]:
     if sizes:
         return list(sizes)
     ranks = group_size(group)
     if tensor.dim() == 0 or tensor.shape[0] % ranks != 0:
         raise InvalidArgument(
-            f"{verb}: {side}'s dimension 0 must be a multiple of the group's size, {ranks}, where "
-            f"no split sizes are given, got shape {tuple(tensor.shape)} {where(group)}"
+            f"{function}: {side}'s dimension 0 must be a multiple of the group's size, {ranks}, "
+            f"where no split sizes are given, got shape {tuple(tensor.shape)} {where(group)}"
         )
     return [tensor.shape[0] // ranks] * ranks

@@ -308,9 +308,9 @@ class P2POp(dist.P2POp):
         self.tag = tag
 
     def __repr__(self) -> str:
-        verb = "isend" if _sends(self.op, group_name(self.group)) else "irecv"
+        function = "isend" if _sends(self.op, group_name(self.group)) else "irecv"
         return (
-            f"P2POp({verb}, peer {self.peer}, tag {self.tag}, {tuple(self.tensor.shape)}, "
+            f"P2POp({function}, peer {self.peer}, tag {self.tag}, {tuple(self.tensor.shape)}, "
             f"{self.tensor.dtype}, group '{group_name(self.group)}')"
         )
 
@@ -353,24 +353,24 @@ def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[Any]:
 
     Source: csrc/ops/batch_isend_irecv.cpp
     """
-    verb = "batch_isend_irecv"
+    function = "batch_isend_irecv"
     if not isinstance(p2p_op_list, list) or not all(isinstance(p, dist.P2POp) for p in p2p_op_list):
-        raise InvalidArgument(f"{verb}: p2p_op_list must be a list of P2POp, got {p2p_op_list}")
+        raise InvalidArgument(f"{function}: p2p_op_list must be a list of P2POp, got {p2p_op_list}")
     if not p2p_op_list:
-        raise IndexError(f"{verb}: p2p_op_list must hold at least one P2POp, got none")
+        raise IndexError(f"{function}: p2p_op_list must hold at least one P2POp, got none")
     name = group_name(p2p_op_list[0].group)
     messages = []
     for p2p in p2p_op_list:
         if group_name(p2p.group) != name:
             raise InvalidArgument(
-                f"{verb}: all messages must be of one group, got one of group "
+                f"{function}: all messages must be of one group, got one of group "
                 f"'{group_name(p2p.group)}' {where(name)}"
             )
-        _check(verb, name, p2p.tensor, p2p.group_peer, p2p.tag)
+        _check(function, name, p2p.tensor, p2p.group_peer, p2p.tag)
         if p2p.tensor.device != p2p_op_list[0].tensor.device:
             raise InvalidArgument(
-                f"{verb}: all tensors must be on one device, {p2p_op_list[0].tensor.device}, got "
-                f"{p2p.tensor.device} {where(name)}"
+                f"{function}: all tensors must be on one device, {p2p_op_list[0].tensor.device}, "
+                f"got {p2p.tensor.device} {where(name)}"
             )
         messages.append(
             _delivery.Message(p2p.tensor, _sends(p2p.op, name), p2p.group_peer, p2p.tag)

@@ -57,20 +57,20 @@ def all_gather_object(
 
     Source: torch.load, https://docs.pytorch.org/docs/stable/notes/serialization.html
     """
-    verb = "all_gather_object"
-    refuse_in_a_graph(verb)
-    name = member(verb, group)
+    function = "all_gather_object"
+    refuse_in_a_graph(function)
+    name = member(function, group)
     if name is None:
         return
     if not weights_only:
         dist.all_gather_object(object_list, obj, process_group(name))
         return
-    _check_slots(verb, "object_list", object_list, name)
+    _check_slots(function, "object_list", object_list, name)
     payload = _dump(obj, device_of(name))
     parts = [payload.new_empty(size) for size in _sizes(payload, name)]
     _collectives.all_gather(parts, payload, name)
     for rank, part in enumerate(parts):
-        object_list[rank] = _load(verb, part, rank, name)
+        object_list[rank] = _load(function, part, rank, name)
 
 
 def gather_object(
@@ -101,9 +101,9 @@ def gather_object(
 
     Source: torch.load
     """
-    verb = "gather_object"
-    refuse_in_a_graph(verb)
-    name = member(verb, group)
+    function = "gather_object"
+    refuse_in_a_graph(function)
+    name = member(function, group)
     if name is None:
         return
     if not weights_only:
@@ -112,13 +112,13 @@ def gather_object(
         return
     if dst is None and group_dst is None:
         dst = 0
-    root = root_of(verb, "dst", name, dst, group_dst)
+    root = root_of(function, "dst", name, dst, group_dst)
     here = group_rank(name) == root
     if here:
-        _check_slots(verb, "object_gather_list", object_gather_list, name)
+        _check_slots(function, "object_gather_list", object_gather_list, name)
     elif object_gather_list:
         raise InvalidArgument(
-            f"{verb}: object_gather_list must be given on the destination alone, got a list of "
+            f"{function}: object_gather_list must be given on the destination alone, got a list of "
             f"{len(object_gather_list)} {where(name)}"
         )
     payload = _dump(obj, device_of(name))
@@ -130,7 +130,7 @@ def gather_object(
     _collectives.gather(row, rows, group=name, group_dst=root)
     if rows is not None and object_gather_list is not None:
         for rank, size in enumerate(sizes):
-            object_gather_list[rank] = _load(verb, rows[rank][:size], rank, name)
+            object_gather_list[rank] = _load(function, rows[rank][:size], rank, name)
 
 
 def broadcast_object_list(
@@ -161,19 +161,19 @@ def broadcast_object_list(
 
     Source: torch.load
     """
-    verb = "broadcast_object_list"
-    refuse_in_a_graph(verb)
-    name = member(verb, group)
+    function = "broadcast_object_list"
+    refuse_in_a_graph(function)
+    name = member(function, group)
     if name is None:
         return
     if not weights_only:
         pg = process_group(name)
         dist.broadcast_object_list(object_list, src, pg, device, group_src)
         return
-    _check_list(verb, "object_list", object_list, name)
+    _check_list(function, "object_list", object_list, name)
     if src is None and group_src is None:
         src = 0
-    root = root_of(verb, "src", name, src, group_src)
+    root = root_of(function, "src", name, src, group_src)
     at = device or torch.device(device_of(name))
     here = group_rank(name) == root
     parts = [_dump(obj, at) for obj in object_list] if here else []
@@ -184,7 +184,7 @@ def broadcast_object_list(
     _collectives.broadcast(whole, group=name, group_src=root)
     if not here:
         for slot, part in enumerate(whole.split(counts)):
-            object_list[slot] = _load(verb, part, root, name)
+            object_list[slot] = _load(function, part, root, name)
 
 
 def scatter_object_list(
@@ -216,9 +216,9 @@ def scatter_object_list(
 
     Source: torch.load
     """
-    verb = "scatter_object_list"
-    refuse_in_a_graph(verb)
-    name = member(verb, group)
+    function = "scatter_object_list"
+    refuse_in_a_graph(function)
+    name = member(function, group)
     if name is None:
         return
     if not weights_only:
@@ -227,16 +227,16 @@ def scatter_object_list(
             scatter_object_output_list, scatter_object_input_list, src, pg, group_src
         )
         return
-    _check_list(verb, "scatter_object_output_list", scatter_object_output_list, name)
+    _check_list(function, "scatter_object_output_list", scatter_object_output_list, name)
     if src is None and group_src is None:
         src = 0
-    root = root_of(verb, "src", name, src, group_src)
+    root = root_of(function, "src", name, src, group_src)
     at = torch.device(device_of(name))
     rows: list[Tensor] | None = None
     sizes = torch.zeros(group_size(name), dtype=torch.int64, device=at)
     if group_rank(name) == root:
         given = scatter_object_input_list
-        _check_slots(verb, "scatter_object_input_list", given, name)
+        _check_slots(function, "scatter_object_input_list", given, name)
         parts = [_dump(obj, at) for obj in given or ()]
         sizes = torch.tensor([part.numel() for part in parts], device=at)
         rows = [part.new_zeros(int(sizes.max())) for part in parts]
@@ -246,7 +246,7 @@ def scatter_object_list(
     mine = torch.empty(int(sizes.max()), dtype=torch.uint8, device=at)
     _collectives.scatter(mine, rows, group=name, group_src=root)
     size = int(sizes[group_rank(name)])
-    scatter_object_output_list[0] = _load(verb, mine[:size], root, name)
+    scatter_object_output_list[0] = _load(function, mine[:size], root, name)
 
 
 def send_object_list(
@@ -281,17 +281,17 @@ def send_object_list(
 
     Source: torch.load
     """
-    verb = "send_object_list"
-    refuse_in_a_graph(verb)
-    name = member(verb, group)
+    function = "send_object_list"
+    refuse_in_a_graph(function)
+    name = member(function, group)
     if name is None:
         return
     pg = process_group(name)
     if not weights_only:
         dist.send_object_list(object_list, dst, pg, device, group_dst, use_batch)
         return
-    _check_list(verb, "object_list", object_list, name)
-    root = root_of(verb, "dst", name, dst, group_dst)
+    _check_list(function, "object_list", object_list, name)
+    root = root_of(function, "dst", name, dst, group_dst)
     at = device or torch.device(device_of(name))
     parts = [_dump(obj, at) for obj in object_list]
     for tensor in (torch.tensor([part.numel() for part in parts], device=at), torch.cat(parts)):
@@ -328,51 +328,54 @@ def recv_object_list(
 
     Source: torch.load
     """
-    verb = "recv_object_list"
-    refuse_in_a_graph(verb)
-    name = member(verb, group)
+    function = "recv_object_list"
+    refuse_in_a_graph(function)
+    name = member(function, group)
     if name is None:
         return -1
     pg = process_group(name)
     if not weights_only:
         return dist.recv_object_list(object_list, src, pg, device, group_src, use_batch)
-    _check_list(verb, "object_list", object_list, name)
+    _check_list(function, "object_list", object_list, name)
     root = None
     if src is not None or group_src is not None:
-        root = root_of(verb, "src", name, src, group_src)
+        root = root_of(function, "src", name, src, group_src)
     at = device or torch.device(device_of(name))
     sizes = torch.empty(len(object_list), dtype=torch.int64, device=at)
     sender = _exchange(dist.irecv, sizes, root, pg, use_batch)
     whole = torch.empty(int(sizes.sum()), dtype=torch.uint8, device=at)
     _exchange(dist.irecv, whole, dist.get_group_rank(pg, sender), pg, use_batch)
     for slot, part in enumerate(whole.split(sizes.tolist())):
-        object_list[slot] = _load(verb, part, dist.get_group_rank(pg, sender), name)
+        object_list[slot] = _load(function, part, dist.get_group_rank(pg, sender), name)
     return sender
 
 
-def _check_list(verb: str, what: str, values: Any, group: str) -> None:
+def _check_list(function: str, what: str, values: Any, group: str) -> None:
     if not isinstance(values, list) or not values:
         raise InvalidArgument(
-            f"{verb}: {what} must be a list of at least one object, got {values!r} {where(group)}"
+            f"{function}: {what} must be a list of at least one object, got {values!r} "
+            f"{where(group)}"
         )
 
 
-def _check_slots(verb: str, what: str, values: Any, group: str) -> None:
+def _check_slots(function: str, what: str, values: Any, group: str) -> None:
     if not isinstance(values, list) or len(values) != group_size(group):
         got = len(values) if isinstance(values, list) else values
         raise InvalidArgument(
-            f"{verb}: {what} must hold one object per rank, {group_size(group)}, got {got} "
+            f"{function}: {what} must hold one object per rank, {group_size(group)}, got {got} "
             f"{where(group)}"
         )
 
 
 def _exchange(
-    verb: Any, tensor: Tensor, peer: int | None, pg: dist.ProcessGroup, batch: bool
+    function: Any, tensor: Tensor, peer: int | None, pg: dist.ProcessGroup, batch: bool
 ) -> int:
     """Sends or receives; the world's rank of the other side."""
     if batch:
-        dist.batch_isend_irecv([dist.P2POp(verb, tensor, group=pg, group_peer=peer)]).pop().wait()
-    elif verb is dist.isend:
+        dist.batch_isend_irecv(
+            [dist.P2POp(function, tensor, group=pg, group_peer=peer)]
+        ).pop().wait()
+    elif function is dist.isend:
         dist.send(tensor, group=pg, group_dst=peer)
     else:
         return dist.recv(tensor, group=pg, group_src=peer)
@@ -393,13 +396,13 @@ def _dump(obj: Any, device: Any) -> Tensor:
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8).to(device, copy=True)
 
 
-def _load(verb: str, data: Tensor, rank: int, group: str) -> Any:
+def _load(function: str, data: Tensor, rank: int, group: str) -> Any:
     try:
         return torch.load(io.BytesIO(data.cpu().numpy().tobytes()), weights_only=True)
     except Exception as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
         got = f"'{named[1]}'" if named else "something else"
         raise pickle.UnpicklingError(
-            f"{verb}: with weights_only=True an object must be made of tensors and plain Python "
-            f"values, on every rank, got {got} from rank {rank} {where(group)}"
+            f"{function}: with weights_only=True an object must be made of tensors and plain "
+            f"Python values, on every rank, got {got} from rank {rank} {where(group)}"
         ) from error

@@ -14,6 +14,7 @@ from torch_c10d_ext._groups import (
     device_of,
     group_name,
     process_group,
+    reconnects,
     refuse_in_a_graph,
     shrunk,
     split_off,
@@ -127,7 +128,7 @@ def shrink_group(
     pg = process_group(group_name(group))
     # Of several backends torch would ask the GPU's, and make what it returns that of the CPU.
     is_mixed = len(pg._device_types) > 1 and pg.bound_device_id is None
-    is_ours = is_mixed or cpu_backend(pg).name() == "gloo"
+    is_ours = is_mixed or reconnects(cpu_backend(pg))
     if device_of(pg.group_name) != "cpu" or not is_ours:
         return distributed_c10d.shrink_group(ranks_to_exclude, pg, shrink_flags, pg_options)
     return shrunk(pg, ranks_to_exclude, shrink_flags, pg_options)

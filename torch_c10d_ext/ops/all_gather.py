@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,9 +53,5 @@ def all_gather(
     return deliver_complete(_start(self.movedim(dim, 0), sizes, name).movedim(0, dim).contiguous())
 
 
-_vmap.register("all_gather", _vmap.by_rows(_op))
-
-
-@_inductor.lowering(_op)
-def _lowering(input: Any, sizes: Any, group_name: str) -> Any:
-    return _inductor.start(_op, input, sizes, group_name)
+_vmap.register_forms("all_gather", _vmap.by_rows)
+_inductor.lower("all_gather")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -175,15 +173,5 @@ def all_gather_inplace(
     return tensor_list
 
 
-_vmap.register("all_gather_into_tensor", _vmap.by_rows(_op, keeps_scalar=True))
-_vmap.register("all_gather_into_tensor_coalesced", _vmap.by_rows(_coalesced, keeps_scalar=True))
-
-
-@_inductor.lowering(_op)
-def _lowering(input: Any, group_size: int, group_name: str) -> Any:
-    return _inductor.start(_op, input, group_size, group_name)
-
-
-@_inductor.lowering(_coalesced)
-def _coalesced_lowering(inputs: Any, group_size: int, group_name: str) -> Any:
-    return _inductor.start(_coalesced, inputs, group_size, group_name)
+_vmap.register_forms("all_gather_into_tensor", _vmap.by_rows, keeps_scalar=True)
+_inductor.lower("all_gather_into_tensor")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -16,7 +14,6 @@ from torch_c10d_ext.errors import InvalidArgument
 _op = torch.ops.c10d_ext.all_reduce.default
 _op_ = torch.ops.c10d_ext.all_reduce_.default
 _coalesced = torch.ops.c10d_ext.all_reduce_coalesced.default
-_coalesced_ = torch.ops.c10d_ext.all_reduce_coalesced_.default
 _start = starter(_op)
 _start_list = starter(_coalesced)
 _write = writer(_op_)
@@ -141,22 +138,5 @@ def all_reduce_inplace(
     return replace(tensor, all_reduce(source, op, name))
 
 
-for _name, _each in {
-    "all_reduce": _op,
-    "all_reduce_": _op_,
-    "all_reduce_coalesced": _coalesced,
-    "all_reduce_coalesced_": _coalesced_,
-}.items():
-    _vmap.register(_name, _vmap.any_dim(_each))
-
-
-@_inductor.lowering(_op)
-def _lowering(input: Any, reduce_op: str, group_name: str, *, factor: Any = None) -> Any:
-    if factor is not None:
-        return _inductor.start(_op, input, reduce_op, group_name, factor=factor)
-    return _inductor.start_reusing(_op, _op_, input, reduce_op, group_name)
-
-
-@_inductor.lowering(_coalesced)
-def _coalesced_lowering(inputs: Any, reduce_op: str, group_name: str, *, factor: Any = None) -> Any:
-    return _inductor.start(_coalesced, inputs, reduce_op, group_name, factor=factor)
+_vmap.register_forms("all_reduce", _vmap.any_dim)
+_inductor.lower("all_reduce", in_place=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,9 +122,5 @@ def _splits(
     return even, even
 
 
-_vmap.register("all_to_all_single", _vmap.by_rows(_op))
-
-
-@_inductor.lowering(_op)
-def _lowering(input: Any, output_split_sizes: Any, input_split_sizes: Any, group_name: str) -> Any:
-    return _inductor.start(_op, input, output_split_sizes, input_split_sizes, group_name)
+_vmap.register_forms("all_to_all_single", _vmap.by_rows)
+_inductor.lower("all_to_all_single")

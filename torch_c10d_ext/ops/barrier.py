@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -49,9 +47,5 @@ def barrier(self: Tensor, group: Group = None, tag: str = "") -> Tensor:
     return _start(self, group if type(group) is str else group_name(group, tag))
 
 
-_vmap.register("barrier", _vmap.any_dim(_op, local=True))
-
-
-@_inductor.lowering(_op)
-def _lowering(input: Any, group_name: str) -> Any:
-    return _inductor.start(_op, input, group_name)
+_vmap.register_forms("barrier", _vmap.any_dim, local=True)
+_inductor.lower("barrier")

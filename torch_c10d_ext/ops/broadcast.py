@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -16,7 +14,6 @@ from torch_c10d_ext.errors import InvalidArgument
 _op = torch.ops.c10d_ext.broadcast.default
 _op_ = torch.ops.c10d_ext.broadcast_.default
 _coalesced = torch.ops.c10d_ext.broadcast_coalesced.default
-_coalesced_ = torch.ops.c10d_ext.broadcast_coalesced_.default
 _start = starter(_op)
 _start_list = starter(_coalesced)
 _write = writer(_op_)
@@ -114,20 +111,5 @@ def broadcast_inplace(
     return replace(tensor, broadcast(tensor, src, name))
 
 
-for _name, _each in {
-    "broadcast": _op,
-    "broadcast_": _op_,
-    "broadcast_coalesced": _coalesced,
-    "broadcast_coalesced_": _coalesced_,
-}.items():
-    _vmap.register(_name, _vmap.any_dim(_each))
-
-
-@_inductor.lowering(_op)
-def _lowering(input: Any, src: int, group_name: str) -> Any:
-    return _inductor.start_reusing(_op, _op_, input, src, group_name)
-
-
-@_inductor.lowering(_coalesced)
-def _coalesced_lowering(inputs: Any, src: int, group_name: str) -> Any:
-    return _inductor.start(_coalesced, inputs, src, group_name)
+_vmap.register_forms("broadcast", _vmap.any_dim)
+_inductor.lower("broadcast", in_place=True)

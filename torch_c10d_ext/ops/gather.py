@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -52,9 +50,5 @@ def gather(
     return deliver_complete(_start(self.movedim(dim, 0), dst, name).movedim(0, dim).contiguous())
 
 
-_vmap.register("gather", _vmap.by_rows(_op, keeps_scalar=True))
-
-
-@_inductor.lowering(_op)
-def _lowering(input: Any, dst: int, group_name: str) -> Any:
-    return _inductor.start(_op, input, dst, group_name)
+_vmap.register_forms("gather", _vmap.by_rows, keeps_scalar=True)
+_inductor.lower("gather")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -43,9 +41,5 @@ def permute_tensor(self: Tensor, src_dst: list[int], group: Group = None, tag: s
     return _start(self, src_dst, name)
 
 
-_vmap.register("permute_tensor", _vmap.any_dim(_op))
-
-
-@_inductor.lowering(_op)
-def _lowering(input: Any, src_dst: list[int], group_name: str) -> Any:
-    return _inductor.start(_op, input, src_dst, group_name)
+_vmap.register_forms("permute_tensor", _vmap.any_dim)
+_inductor.lower("permute_tensor")

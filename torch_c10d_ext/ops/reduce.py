@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -12,7 +10,6 @@ from torch_c10d_ext._async import starter
 from torch_c10d_ext._groups import Group, group_name
 
 _op = torch.ops.c10d_ext.reduce.default
-_op_ = torch.ops.c10d_ext.reduce_.default
 _start = starter(_op)
 
 
@@ -56,10 +53,5 @@ def reduce(
     return _start(self, reduceOp, dst, name, factor=factor)
 
 
-_vmap.register("reduce", _vmap.any_dim(_op))
-_vmap.register("reduce_", _vmap.any_dim(_op_))
-
-
-@_inductor.lowering(_op)
-def _lowering(input: Any, reduce_op: str, dst: int, group_name: str, *, factor: Any = None) -> Any:
-    return _inductor.start(_op, input, reduce_op, dst, group_name, factor=factor)
+_vmap.register_forms("reduce", _vmap.any_dim)
+_inductor.lower("reduce")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,11 +69,5 @@ def reduce_scatter(
     )
 
 
-_vmap.register("reduce_scatter", _vmap.by_rows(_op))
-
-
-@_inductor.lowering(_op)
-def _lowering(
-    input: Any, reduce_op: str, sizes: Any, group_name: str, *, factor: Any = None
-) -> Any:
-    return _inductor.start(_op, input, reduce_op, sizes, group_name, factor=factor)
+_vmap.register_forms("reduce_scatter", _vmap.by_rows)
+_inductor.lower("reduce_scatter")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -190,19 +188,5 @@ def _to_rows(op: str, input: Tensor, scatter_dim: int, size: int, name: str) -> 
     return dim_to_rows(input, size, dim)
 
 
-_vmap.register("reduce_scatter_tensor", _vmap.by_rows(_op))
-_vmap.register("reduce_scatter_tensor_coalesced", _vmap.by_rows(_coalesced))
-
-
-@_inductor.lowering(_op)
-def _lowering(
-    input: Any, reduce_op: str, group_size: int, group_name: str, *, factor: Any = None
-) -> Any:
-    return _inductor.start(_op, input, reduce_op, group_size, group_name, factor=factor)
-
-
-@_inductor.lowering(_coalesced)
-def _coalesced_lowering(
-    inputs: Any, reduce_op: str, group_size: int, group_name: str, *, factor: Any = None
-) -> Any:
-    return _inductor.start(_coalesced, inputs, reduce_op, group_size, group_name, factor=factor)
+_vmap.register_forms("reduce_scatter_tensor", _vmap.by_rows)
+_inductor.lower("reduce_scatter_tensor")

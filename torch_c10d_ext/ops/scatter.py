@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -63,9 +61,5 @@ def scatter(
     )
 
 
-_vmap.register("scatter", _vmap.by_rows(_op))
-
-
-@_inductor.lowering(_op)
-def _lowering(input: Any, src: int, group_name: str, *, size: Any = None) -> Any:
-    return _inductor.start(_op, input, src, group_name, size=size)
+_vmap.register_forms("scatter", _vmap.by_rows)
+_inductor.lower("scatter")

@@ -54,7 +54,7 @@ class _Rules:
         self.graph, self.numerics, self.same_bits = graph, numerics, same_bits
         # Where ranks move different sizes, what is a duplicate on one of them is none on another.
         self.by_node = {
-            c.node: c for c in p.collectives.values() if c.symmetric and not c.form.writes
+            c.node: c for c in p.collectives.values() if c.symmetric and not c.form.written
         }
         self.written = _written_storages(graph)
         self.place = {node: k for k, node in enumerate(graph.nodes)}
@@ -103,7 +103,7 @@ class _Rules:
             wait = self._single(node)
             if c.form.coalesced or wait is None or not self._is_still(node, wait, *c.inputs):
                 continue
-            key = (c.form.space, c.kind, c.group, c.arguments, c.inputs)
+            key = (c.form.namespace, c.kind, c.group, c.arguments, c.inputs)
             known = first.setdefault(key, node)
             if known is node:
                 continue
@@ -171,9 +171,12 @@ class _Rules:
         source = inner.inputs[0]
         if not self.same_bits(inner) or not self._is_still(between, source):
             return
-        if value_of(source).shape != value_of(node).shape or inner.form.space != c.form.space:
+        if (
+            value_of(source).shape != value_of(node).shape
+            or inner.form.namespace != c.form.namespace
+        ):
             return
-        op = getattr(torch.ops, c.form.space).all_reduce.default
+        op = getattr(torch.ops, c.form.namespace).all_reduce.default
         args = (source, inner.argument("reduce_op"), c.group)
         factor = inner.argument("factor")
         with self.graph.inserting_before(inner.node):

@@ -29,7 +29,7 @@ def bucket_key(
         c: the collective.
         same_bits: whether a reduction gives the same bits wherever in a message an element is.
     """
-    if c.form.writes or c.form.coalesced:
+    if c.form.written or c.form.coalesced:
         return None, "it is in place or coalesced already"
     if len(c.inputs) != 1 or c.ranks == 1:
         return None, "its group has one rank" if c.ranks == 1 else "it reads several tensors"
@@ -40,7 +40,7 @@ def bucket_key(
         return None, f"{c.kind} has no form for several tensors"
     if c.kind not in _MOVES and not same_bits(c):
         return None, "the backend's sums depend on an element's place in a message"
-    return (c.form.space, c.kind, c.group, c.arguments, value.dtype, value.device), ""
+    return (c.form.namespace, c.kind, c.group, c.arguments, value.dtype, value.device), ""
 
 
 def is_exact(c: Collective) -> bool:
@@ -58,7 +58,7 @@ def write_bucket(graph: Graph, members: list[Collective]) -> list[Node]:
     The members' own nodes stay, for the caller to replace.
     """
     first = members[0]
-    op = getattr(getattr(torch.ops, first.form.space), f"{first.kind}_coalesced").default
+    op = getattr(getattr(torch.ops, first.form.namespace), f"{first.kind}_coalesced").default
     args = [a for a in first.node.args if not isinstance(a, Node)]
     inputs = [c.inputs[0] for c in members]
     launch = graph.call_function(op, (inputs, *args), dict(first.node.kwargs))

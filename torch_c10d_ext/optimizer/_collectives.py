@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from torch_c10d_ext._op_info import WIRE, OpInfo
+
 OpOverload: Any = type(torch.ops.aten.add.Tensor)
 OpOverloadPacket: Any = type(torch.ops.aten.add)
-
-NAMESPACES = ("c10d_ext", "_c10d_functional", "_c10d_functional_autograd")
-
-# Ops that end a collective, and ops of the namespaces that send nothing.
-WAITS = frozenset({"wait_tensor"})
-SILENT = frozenset({"copy_to_group"})
 
 # Kinds whose size is the same on every rank, whatever the rank.
 SYMMETRIC = frozenset(
@@ -25,16 +20,6 @@ SYMMETRIC = frozenset(
 )
 # Kinds that may be moved, though their sizes may differ between ranks.
 UNEVEN = frozenset({"all_to_all_single", "all_gather", "reduce_scatter", "gather", "scatter"})
-
-
-@dataclass(frozen=True)
-class Form:
-    """How an op is called: ``all_reduce_coalesced_`` is of kind ``all_reduce``."""
-
-    kind: str
-    coalesced: bool  # takes and returns lists
-    writes: bool  # in place, or into ``out``
-    space: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +40,7 @@ class Collective:
     """
 
     node: Node
-    form: Form
+    form: OpInfo
     group: str
     role: int
     ranks: int
@@ -95,54 +80,25 @@ def op_of(node: Node) -> Any:
     return None
 
 
-@functools.cache
-def form_of(op: Any) -> Form | None:
-    """The form of an op of the communicating namespaces; None for any other op."""
-    if op.namespace not in NAMESPACES:
-        return None
-    name = op._schema.name.split("::")[1]
-    writes = False
-    if name.endswith("_"):
-        writes, name = True, name[:-1]
-    elif name.endswith("_out"):
-        writes, name = True, name[:-4]
-    coalesced = name.endswith("_coalesced")
-    return Form(name.removesuffix("_coalesced"), coalesced, writes, op.namespace)
-
-
-@functools.cache
-def _argument_names(op: Any) -> tuple[tuple[str, bool], ...]:
-    return tuple((a.name, "Tensor" in str(a.type)) for a in op._schema.arguments)
-
-
-def arguments_of(node: Node, op: Any) -> dict[str, Any]:
-    """A call's arguments by name, defaults left out."""
-    names = [name for name, _ in _argument_names(op)]
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-
-
-def read_collective(
-    node: Node, op: Any, form: Form, roles: dict[str, int], size_of: Any
-) -> Collective:
-    """The record of a node that calls ``op``.
+def read_collective(node: Node, form: OpInfo, roles: dict[str, int], size_of: Any) -> Collective:
+    """The record of a node that calls an op.
 
     Raises:
         ValueError: the group is not a name, or unknown.
     """
-    arguments = arguments_of(node, op)
+    arguments = form.named(node.args, node.kwargs)
     group = arguments.get("group_name")
     if not isinstance(group, str):
         raise ValueError(f"the group of {node.name} must be a name, got {group!r}")
     ranks = size_of(group)
-    tensors = [name for name, is_tensor in _argument_names(op) if is_tensor]
     inputs: list[Node] = []
-    for name in tensors:
+    for name in form.tensors:
         value = arguments.get(name)
         inputs.extend(v for v in (value if isinstance(value, list | tuple) else [value]) if v)
     rest = tuple(
         (name, value if not isinstance(value, list) else tuple(value))
         for name, value in sorted(arguments.items())
-        if name not in tensors and name != "group_name"
+        if name not in form.tensors and name != "group_name"
     )
     even = False
     if form.kind == "all_to_all_single":
@@ -171,19 +127,12 @@ def wire_bytes(kind: str, ranks: int, given: float, result: float) -> float:
     """
     if ranks == 1:
         return 0.0
-    if kind == "all_reduce":
-        return 2 * (ranks - 1) / ranks * given
-    if kind == "all_gather_into_tensor":
-        return (ranks - 1) * given
+    share = (ranks - 1) / ranks
     if kind == "all_gather":
-        return (ranks - 1) / ranks * result
-    if kind in ("reduce_scatter_tensor", "reduce_scatter", "all_to_all_single"):
-        return (ranks - 1) / ranks * given
-    if kind == "gather":
-        return (ranks - 1) * given
-    if kind == "scatter":
-        return (ranks - 1) * result
-    return given
+        return share * result
+    if kind in ("reduce_scatter", "all_to_all_single"):
+        return share * given
+    return float(WIRE[kind](ranks, given, result)) if kind in WIRE else given
 
 
 def shape_text(node: Node) -> str:

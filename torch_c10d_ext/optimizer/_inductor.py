@@ -15,7 +15,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
 from torch_c10d_ext._inductor import _fingerprint
-from torch_c10d_ext.optimizer._collectives import form_of, op_of, value_of, wire_bytes
+from torch_c10d_ext._op_info import op_info
+from torch_c10d_ext.optimizer._collectives import op_of, value_of, wire_bytes
 from torch_c10d_ext.optimizer._costs import UNKNOWN_SIZE, Costs
 from torch_c10d_ext.optimizer._optimize import DEFAULT_MEMORY, Settings, optimized_graph
 from torch_c10d_ext.optimizer._plan import choose_plan
@@ -197,7 +198,7 @@ def _add_collective(p: Problem, i: int, kernel: Any, costs: Costs) -> None:
 
     node = _fx_node(kernel)
     op = op_of(node) if node is not None else None
-    form = form_of(op) if op is not None else None
+    form = op_info(op) if op is not None else None
     group = next(
         a for a in reversed([*kernel.constant_args, *kernel.kwargs.values()]) if isinstance(a, str)
     )
@@ -220,7 +221,7 @@ def _fx_node(kernel: Any) -> Node | None:
     """The node of the graph that a collective's kernel was made of."""
     for node in kernel.origins:
         op = op_of(node)
-        form = form_of(op) if op is not None else None
+        form = op_info(op) if op is not None else None
         if form is not None and form.kind != "wait_tensor":
             return node  # type: ignore[no-any-return]
     return None

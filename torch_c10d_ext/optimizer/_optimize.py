@@ -20,12 +20,13 @@ from torch_c10d_ext._groups import (
     process_group,
     sums_in_rank_order,
 )
+from torch_c10d_ext._op_info import op_info
 from torch_c10d_ext.errors import InvalidArgument
 from torch_c10d_ext.optimizer import _agreement
 from torch_c10d_ext.optimizer._algebra import simplify
 from torch_c10d_ext.optimizer._buckets import bucket_key, is_exact
 from torch_c10d_ext.optimizer._checker import CheckFailed, check_rewrite
-from torch_c10d_ext.optimizer._collectives import Collective, form_of, op_of, value_of
+from torch_c10d_ext.optimizer._collectives import Collective, op_of, value_of
 from torch_c10d_ext.optimizer._costs import Costs
 from torch_c10d_ext.optimizer._plan import TOLERANCE, Plan, choose_plan
 from torch_c10d_ext.optimizer._problem import Problem, Unsupported, read_problem
@@ -388,7 +389,7 @@ def _copy_of(given: Graph) -> Graph:
 def _has_collectives(graph: Graph) -> bool:
     for node in graph.nodes:
         op = op_of(node)
-        form = form_of(op) if op is not None else None
+        form = op_info(op) if op is not None else None
         if form is not None:
             return True
     return False
@@ -509,5 +510,5 @@ def _tells_nothing_apart(group: str) -> bool:
 
 def _is_collective(node: Node) -> bool:
     op = op_of(node)
-    form = form_of(op) if op is not None else None
+    form = op_info(op) if op is not None else None
     return form is not None and form.kind != "wait_tensor"

@@ -11,15 +11,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from torch_c10d_ext._op_info import NAMESPACES, SILENT, op_info
 from torch_c10d_ext.optimizer._collectives import (
-    NAMESPACES,
-    SILENT,
     SYMMETRIC,
     UNEVEN,
-    WAITS,
     Collective,
     OpOverload,
-    form_of,
     op_of,
     read_collective,
     tensors_in,
@@ -163,7 +160,7 @@ class _Reader:
         p.made.append([])
         p.used.append([])
         op = op_of(node)
-        form = form_of(op) if op is not None else None
+        form = op_info(op) if op is not None else None
         value = value_of(node)
         if node.op in ("placeholder", "get_attr"):
             self.storages_of.append(self._storages(i, value, (), held=True))
@@ -180,7 +177,7 @@ class _Reader:
             raise Unsupported(
                 f"the graph must hold ATen ops alone, got {node.op} {node.target} ({node.name})"
             )
-        if form is not None and form.kind in WAITS:
+        if form is not None and form.kind == "wait_tensor":
             self._wait(i, node, given, follows, value)
         elif form is not None and form.kind in SILENT:
             viewed = tuple(s for n in given for s in self.storages_of[n])
@@ -234,21 +231,21 @@ class _Reader:
         p.idle[i] = False
         self._check_landed(node, given)
         movable = form.kind in SYMMETRIC or form.kind in UNEVEN
-        if not movable or form.space not in ("c10d_ext", "_c10d_functional"):
+        if not movable or form.namespace not in ("c10d_ext", "_c10d_functional"):
             self.storages_of.append(self._storages(i, value, ()))
             self._touch_all(i, given, follows)
             self._as_fence(i, follows)
             self._as_link(i, follows)
             return
         try:
-            collective = read_collective(node, op, form, self.roles, self.size_of)
+            collective = read_collective(node, form, self.roles, self.size_of)
         except ValueError as error:
             raise Unsupported(str(error)) from error
         if not collective.symmetric:
             p.fixed_order = True
         p.collectives[i] = collective
         sources = [s for n in collective.inputs for s in self.storages_of[self.number[n]]]
-        if form.writes:
+        if form.written:
             written = collective.inputs if form.coalesced else collective.inputs[:1]
             if "out" in node.kwargs:
                 written = (node.kwargs["out"],)

@@ -79,7 +79,9 @@ HeldRequest held(const CollectiveRequest& request) {
                    request.root,
                    request.source_sizes,
                    request.out_sizes,
-                   request.is_list};
+                   request.is_list,
+                   request.source_parts,
+                   request.out_parts};
   if (request.type == OpType::Barrier) {
     return kept;  // its tensors are not sent
   }

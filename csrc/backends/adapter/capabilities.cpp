@@ -48,6 +48,7 @@ const std::map<std::string, Capabilities>& known() {
     fake.reduces_avg = fake.reduces_avg_to_one = true;
     fake.reduces_low_precision = true;
     fake.gathers_uneven = true;
+    fake.sums_in_rank_order = fake.moves_nothing = true;
     fake.sends_any_tensor = true;
 
     return new std::map<std::string, Capabilities>{{"gloo", gloo}, {"nccl", nccl}, {"fake", fake}};

@@ -116,6 +116,36 @@ std::pair<at::Tensor, Finish> landing(const at::Tensor& out) {
           }};
 }
 
+Started all_gather_uneven(const Adapter& adapter, const at::Tensor& source, const at::Tensor& out,
+                          c10::IntArrayRef sizes) {
+  auto [buffer, finish] = landing(out);
+  const at::Tensor in = bytes_of(dense(source));
+  const at::Tensor all = bytes_of(buffer);
+  const int64_t width = all.numel() / c10::sum_integers(sizes);
+  std::vector<int64_t> splits(sizes.begin(), sizes.end());
+  for (auto& split : splits) {
+    split *= width;
+  }
+  Started started;
+  if (adapter.has(Method::AllGatherIntoTensor) &&
+      std::equal(splits.begin() + 1, splits.end(), splits.begin())) {
+    // Other ranks may have called what takes no sizes.
+    started = all_gather_bytes(adapter, in, all);
+  } else if ((adapter.has(Method::AllGather) && adapter.can().gathers_uneven)) {
+    std::vector<Tensors> lists{all.split_with_sizes(splits)};
+    Tensors ins{in};
+    started.work = adapter.start([&](auto& backend) { return backend.allgather(lists, ins); });
+    started.finish = adapter.keep(in);
+  } else {
+    // Everyone sends its rows to everyone: exactly the bytes needed on the wire, no padding.
+    const at::Tensor copies = in.repeat({adapter.size()});
+    started = all_to_all_bytes(adapter, copies, all, splits,
+                               std::vector<int64_t>(adapter.size(), in.numel()));
+  }
+  started.finish = then(std::move(started.finish), std::move(finish));
+  return started;
+}
+
 namespace {
 
 Started barrier(const Adapter& adapter, const at::Device& device) {
@@ -152,6 +182,9 @@ Started all_gather(const Adapter& adapter, const at::Tensor& source, const at::T
 }
 
 Started all_gather_coalesced(const Adapter& adapter, at::TensorList sources, at::TensorList outs) {
+  const auto is_of_first_dtype = [&](const at::Tensor& t) {
+    return t.scalar_type() == outs.front().scalar_type();
+  };
   if (adapter.has(Method::AllGatherIntoTensorCoalesced)) {
     Tensors ins;
     Tensors buffers;
@@ -169,6 +202,9 @@ Started all_gather_coalesced(const Adapter& adapter, at::TensorList sources, at:
         [&](auto& backend) { return backend.allgather_into_tensor_coalesced(buffers, ins); });
     return {work, std::move(finish)};
   }
+  if (!std::all_of(outs.begin(), outs.end(), is_of_first_dtype)) {
+    return all_gather_bytes_of_list(adapter, sources, outs);
+  }
   const int64_t ranks = adapter.size();
   const at::Tensor flat = flattened(sources);
   const at::Tensor all = at::empty({ranks, flat.numel()}, flat.options());
@@ -181,36 +217,6 @@ Started all_gather_coalesced(const Adapter& adapter, at::TensorList sources, at:
       copy_values(is_dense(out) ? out.view({ranks, -1}) : out, parts[i]);
     }
   });
-  return started;
-}
-
-Started all_gather_uneven(const Adapter& adapter, const at::Tensor& source, const at::Tensor& out,
-                          c10::IntArrayRef sizes) {
-  auto [buffer, finish] = landing(out);
-  const at::Tensor in = bytes_of(dense(source));
-  const at::Tensor all = bytes_of(buffer);
-  const int64_t width = all.numel() / c10::sum_integers(sizes);
-  std::vector<int64_t> splits(sizes.begin(), sizes.end());
-  for (auto& split : splits) {
-    split *= width;
-  }
-  Started started;
-  if (adapter.has(Method::AllGatherIntoTensor) &&
-      std::equal(splits.begin() + 1, splits.end(), splits.begin())) {
-    // Other ranks may have called what takes no sizes.
-    started = all_gather_bytes(adapter, in, all);
-  } else if ((adapter.has(Method::AllGather) && adapter.can().gathers_uneven)) {
-    std::vector<Tensors> lists{all.split_with_sizes(splits)};
-    Tensors ins{in};
-    started.work = adapter.start([&](auto& backend) { return backend.allgather(lists, ins); });
-    started.finish = adapter.keep(in);
-  } else {
-    // Everyone sends its rows to everyone: exactly the bytes needed on the wire, no padding.
-    const at::Tensor copies = in.repeat({adapter.size()});
-    started = all_to_all_bytes(adapter, copies, all, splits,
-                               std::vector<int64_t>(adapter.size(), in.numel()));
-  }
-  started.finish = then(std::move(started.finish), std::move(finish));
   return started;
 }
 
@@ -230,8 +236,11 @@ Started broadcast_by_exchange(const Adapter& adapter, const at::Tensor& bytes, F
 
 Started broadcast(const Adapter& adapter, const at::Tensor& source, const at::Tensor& out,
                   int64_t src) {
-  auto [buffer, finish] = landing(out);
-  if (adapter.rank() == src && !source.is_same(buffer)) {
+  const bool sends = adapter.rank() == src;
+  // What is only read may have elements that share a place.
+  const bool is_read_only = sends && source.is_same(out);
+  auto [buffer, finish] = is_read_only ? std::pair(dense(source), Finish()) : landing(out);
+  if (sends && !is_read_only) {
     copy_values(buffer, source);
   }
   auto options = adapter.options<c10d::BroadcastOptions>();
@@ -333,6 +342,9 @@ Started start(const Adapter& adapter, const HeldRequest& request) {
     }
     return bytes;
   };
+  if (request.has_parts()) {
+    return with_parts(adapter, request);
+  }
   switch (request.type) {
     case OpType::AllReduce:
       return request.is_list
@@ -369,6 +381,7 @@ Started start(const Adapter& adapter, const HeldRequest& request) {
     case OpType::Barrier:
       return barrier(adapter, outs.front().device());
     case OpType::SparseAllReduce:
+      return all_reduce_sparse(adapter, outs.front(), *request.reduction);
     case OpType::Send:
     case OpType::Recv:
       break;

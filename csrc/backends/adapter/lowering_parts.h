@@ -1,6 +1,6 @@
 #pragma once
 
-// What lowering.cpp and lowered_reductions.cpp share.
+// What the files of lowering share.
 
 #include <ATen/core/Tensor.h>
 
@@ -22,12 +22,22 @@ Started all_to_all_bytes(const Adapter& adapter, const at::Tensor& source_bytes,
                          std::vector<int64_t> in_splits);
 Started all_gather_bytes(const Adapter& adapter, const at::Tensor& source_bytes,
                          const at::Tensor& out_bytes);
+// Rank i contributes `sizes[i]` of the elements of `out`, or of multiples of them.
+Started all_gather_uneven(const Adapter& adapter, const at::Tensor& source, const at::Tensor& out,
+                          c10::IntArrayRef sizes);
 // The values of several tensors of one dtype, one after the other.
 at::Tensor flattened(at::TensorList tensors);
 Finish unflatten_later(const at::Tensor& flat, at::TensorList outs);
 Tensors columns(const at::Tensor& matrix, at::TensorList widths_of, int64_t divisor);
 
+// Of requests that have_parts(), and of lists of several dtypes: everything travels as bytes.
+Started with_parts(const Adapter& adapter, const HeldRequest& request);
+Started all_gather_bytes_of_list(const Adapter& adapter, at::TensorList sources,
+                                 at::TensorList outs);
+
 // Collectives that reduce.
+Started all_reduce_sparse(const Adapter& adapter, const at::Tensor& tensor,
+                          const Reduction& reduction);
 Started all_reduce(const Adapter& adapter, const at::Tensor& input, const at::Tensor& out,
                    const Reduction& reduction);
 Started exchange_and_reduce(const Adapter& adapter, const at::Tensor& source, const at::Tensor& out,

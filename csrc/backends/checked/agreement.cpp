@@ -9,16 +9,13 @@
 
 #include <algorithm>
 #include <array>
-#include <condition_variable>
-#include <deque>
-#include <map>
 #include <mutex>
-#include <sstream>
 #include <stdexcept>
 #include <thread>
 #include <utility>
 
 #include "backends/checked/coordinator.h"
+#include "backends/checked/open_calls.h"
 #include "backends/checked/protocol.h"
 #include "backends/checked/roster.h"
 #include "base/signal_masked_thread.h"
@@ -29,23 +26,15 @@ namespace c10d_ext {
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
+using Clock = OpenCalls::Clock;
 using Milliseconds = Agreement::Milliseconds;
 using Kind = ErrorKind;
 
 constexpr size_t kLongest = size_t{1} << 26;
 // What rank 0 has to find out what is the matter.
 constexpr Milliseconds kVerdict{2000};
-constexpr auto kNever = Clock::time_point::max();
-
 Clock::time_point after(Milliseconds time) {
   return Clock::now() + bounded(time);
-}
-
-std::string seconds(Milliseconds time) {
-  std::ostringstream out;
-  out << std::chrono::duration<double>(time).count() << " s";
-  return out.str();
 }
 
 thread_local bool agreeing_here = false;
@@ -56,6 +45,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
  public:
   Impl(Connections star, Place place)
       : roster_(std::move(place), std::move(star.members)),
+        calls_(roster_, kVerdict),
         generation_(fork_generation()),
         wake_(Pipe::open()),
         lines_(std::move(star.lines)),
@@ -97,20 +87,12 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   }
 
   uint64_t count() const {
-    std::lock_guard lock(mutex_);
-    return count_;
+    return calls_.count();
   }
 
   void done(uint64_t seq) {
-    Flight over;  // released without the lock
-    std::lock_guard lock(mutex_);
-    if (const auto found = running_.find(seq); found != running_.end()) {
-      over = std::move(found->second);
-      running_.erase(found);
-      changed_.notify_all();
-      if (!begins_.empty()) {
-        wake();
-      }
+    if (calls_.done(seq)) {
+      wake();
     }
   }
 
@@ -120,13 +102,9 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
 
   std::optional<Failure> failure(const std::string& op, uint64_t seq, Milliseconds within) const {
     if (is_foreign()) {
-      return closed(op, seq, kForked);
+      return calls_.closed(op, seq, kForked);
     }
-    std::unique_lock lock(mutex_);
-    changed_.wait_until(lock, after(within), [this] { return end_.has_value() || leaving_; });
-    return leaving_ ? std::optional(closed(op, seq, kDestroyed))
-           : end_   ? std::optional(told(*end_, op, seq, std::nullopt))
-                    : std::nullopt;
+    return calls_.failure(op, seq, within);
   }
 
   // Of collective or message `number`.
@@ -135,20 +113,10 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     if (is_foreign()) {
       return {};
     }
-    const std::pair key(question, number);
-    std::unique_lock lock(mutex_);
-    asked_.try_emplace(key);
-    news_.push_back({number, question, Payload().put(static_cast<int64_t>(number))});
-    lock.unlock();
+    calls_.expect_answer({question, number});
     wake();
-    lock.lock();
-    changed_.wait_until(lock, after(within), [&] {
-      const auto found = asked_.find(key);
-      return found == asked_.end() || found->second || end_ || leaving_;
-    });
-    const auto answer = asked_.extract(key);
-    return answer && answer.mapped() ? std::pair(answer.mapped()->ranks, answer.mapped()->text)
-                                     : std::pair<std::vector<int>, std::string>();
+    const auto who = calls_.answer({question, number}, within);
+    return who ? std::pair(who->ranks, who->text) : std::pair<std::vector<int>, std::string>();
   }
 
   std::optional<int> gone(int rank) const {
@@ -159,16 +127,15 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     if (roster_.is_near(rank)) {
       gone = roster_.has_ended(rank);
     } else {
-      std::lock_guard lock(mutex_);
-      gone = end_ && end_->kind == Kind::RankLost &&
-             end_->why.find(roster_.describe(rank, kGone)) != std::string::npos;
+      const auto end = calls_.end();
+      gone = end && end->kind == Kind::RankLost &&
+             end->why.find(roster_.describe(rank, kGone)) != std::string::npos;
     }
     return gone ? std::optional(roster_.pid(rank)) : std::nullopt;
   }
 
   bool has_abandoned() const {
-    std::lock_guard lock(mutex_);
-    return abandoned_;
+    return calls_.has_abandoned();
   }
 
   // The locks of another process may be taken, and nobody here would ever give them back.
@@ -178,8 +145,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
 
   void abort() {
     bring({0, kAborting, {}});
-    std::unique_lock lock(mutex_);
-    changed_.wait_until(lock, after(kVerdict), [this] { return end_.has_value(); });
+    calls_.wait_for_end(kVerdict);
   }
 
   void leave(Milliseconds grace) {
@@ -189,83 +155,43 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
       }
       return;
     }
-    std::unique_lock lock(mutex_);
-    if (!thread_.joinable()) {
-      return;
+    bool can_wait = false;
+    {
+      const std::lock_guard lock(thread_mutex_);
+      if (!thread_.joinable()) {
+        return;
+      }
+      can_wait = thread_.get_id() != std::this_thread::get_id();
+      thread_.detach();
     }
-    const bool can_wait = thread_.get_id() != std::this_thread::get_id();
-    thread_.detach();
-    if (can_wait) {
-      changed_.wait_until(lock, after(grace),
-                          [this] { return waiting_.empty() && running_.empty(); });
-    }
-    leaving_ = true;
-    changed_.notify_all();
+    calls_.leave(can_wait ? std::optional(grace) : std::nullopt);
     wake();
     if (can_wait) {
-      changed_.wait(lock, [this] { return has_left_; });
+      calls_.wait_until_left();
     }
   }
 
  private:
   static constexpr char kForked[] =
       "the group must be used in the process that created it, got a forked child";
-  static constexpr char kDestroyed[] = "the group must be alive, got a destroyed one";
-
-  struct Flight {
-    std::string op;
-    std::optional<int64_t> tag;  // of a message
-    Milliseconds timeout;
-    std::function<void(uint64_t)> begin;  // with the peer of a message, else the number
-    std::function<void(const Failure&)> fail;
-    Clock::time_point late{};  // when it has taken too long, as far as is known here
-    bool asked = false;        // rank 0, what is the matter
-  };
-  using Flights = std::map<uint64_t, Flight>;
-  using Begin = std::pair<uint64_t, std::function<void(uint64_t)>>;
-
-  // Something to say about collective, or message, `seq`.
-  struct News {
-    uint64_t seq;
-    Says kind;
-    Payload words;
-  };
-
-  struct Failed {
-    Flight flight;
-    Failure failure;
-  };
 
   // Tells rank 0 of it, with its number after `words`.
-  uint64_t enter(Says kind, Payload words, Flight flight) {
+  uint64_t enter(Says kind, Payload words, OpenCall call) {
     if (is_foreign()) {
-      flight.fail(closed(flight.op, 0, kForked));
+      call.fail(calls_.closed(call.op, 0, kForked));
       return 0;
     }
-    const bool collective = kind == kCalling;
-    std::unique_lock lock(mutex_);
-    const uint64_t seq = collective ? ++count_ : ++posted_;
-    if (end_ || leaving_) {
-      const auto failure =
-          leaving_ ? closed(flight.op, seq, kDestroyed) : told(*end_, flight.op, seq, flight.tag);
-      lock.unlock();
-      flight.fail(failure);
-      return seq;
+    auto [seq, failed] = calls_.enter(kind, std::move(words), std::move(call));
+    if (failed) {
+      failed->call.fail(failed->failure);
+    } else {
+      wake();
     }
-    flight.late = after(flight.timeout);
-    soonest_ = std::min(soonest_, flight.late);
-    (collective ? waiting_ : messages_).emplace(seq, std::move(flight));
-    news_.push_back({seq, kind, words.put(static_cast<int64_t>(seq))});
-    lock.unlock();
-    wake();
     return seq;
   }
 
-  void bring(News news) {
-    {
-      std::lock_guard lock(mutex_);
-      news_.push_back(std::move(news));
-    }
+  void bring(OpenCalls::News news) {
+    calls_.add_news(std::move(news));
     wake();
   }
 
@@ -274,36 +200,12 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     [[maybe_unused]] const auto written = ::write(wake_.write_end.get(), &word, 1);
   }
 
-  // --- Texts
-  // ----------------------------------------------------------------------------------------------
-
-  Failure failure_of(Kind kind, const std::string& op, uint64_t seq, const std::string& text,
-                     std::vector<int> ranks) const {
-    return {kind, op + ": " + text + " " + roster_.place().text(), std::move(ranks), op, seq};
-  }
-
-  Failure closed(const std::string& op, uint64_t seq, const std::string& text) const {
-    return failure_of(Kind::Closed, op, seq, text, {});
-  }
-
-  Failure told(const End& end, const std::string& op, uint64_t seq,
-               const std::optional<int64_t>& tag) const {
-    std::string text = end.why;
-    if (end.kind == Kind::RankLost) {
-      text = text_of_loss(tag        ? text_of_message(*tag)
-                          : seq == 0 ? "message"
-                                     : "collective " + std::to_string(seq),
-                          text);
-    }
-    return failure_of(end.kind, op, seq, text, end.ranks);
-  }
-
   // --- The thread
   // -----------------------------------------------------------------------------------------------
 
   void run() {
     agreeing_here = true;
-    while (!is_over()) {
+    while (!calls_.is_leaving()) {
       std::vector<pollfd> fds{{wake_.read_end.get(), POLLIN, 0}, {death_sockets_->fd(), POLLIN, 0}};
       const size_t others = fds.size();
       std::vector<size_t> of;
@@ -338,24 +240,11 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     say_goodbye();
   }
 
-  bool is_over() const {
-    std::lock_guard lock(mutex_);
-    return leaving_;
-  }
-
   // Until something is late; -1: nothing can be.
   int milliseconds_left() {
-    auto next = coordinator_ ? coordinator_->next_look() : kNever;
-    {
-      std::lock_guard lock(mutex_);
-      if (!end_) {
-        next = std::min(next, soonest_);
-      }
-      for (const auto& [seq, flight] : running_) {
-        next = std::min(next, flight.late);
-      }
-    }
-    if (next == kNever) {
+    const auto next =
+        std::min(coordinator_ ? coordinator_->next_look() : OpenCalls::kNever, calls_.next_late());
+    if (next == OpenCalls::kNever) {
       return -1;
     }
     const auto left = std::chrono::ceil<Milliseconds>(next - Clock::now());
@@ -395,21 +284,14 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     if (coordinator_) {
       coordinator_->lose(static_cast<int>(line));
     } else if (!root_left_) {
-      finish({Kind::RankLost, {0}, roster_.describe(0, kGone), kGrace});
+      calls_.finish({Kind::RankLost, {0}, roster_.describe(0, kGone), kGrace});
     }
   }
 
   // What other threads of this rank have left to be said.
   void tell_news() {
-    std::vector<News> news;
-    {
-      std::lock_guard lock(mutex_);
-      news.swap(news_);
-    }
-    for (auto& one : news) {
-      if (one.kind == kBroken) {
-        break_off(one);
-      } else {
+    for (auto& one : calls_.take_news()) {
+      if (one.kind != kBroken || calls_.break_off(one.seq)) {
         say(one.kind, std::move(one.words));
       }
     }
@@ -433,68 +315,23 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     }
   }
 
-  // The data of a collective does not come: asks why.
-  void break_off(News& news) {
-    {
-      std::lock_guard lock(mutex_);
-      const auto found = running_.find(news.seq);
-      if (found == running_.end() || found->second.asked) {
-        return;
-      }
-      found->second.asked = true;
-      if (end_) {
-        found->second.late = Clock::now();
-        return;
-      }
-      found->second.late = after(kVerdict);
-    }
-    say(kBroken, std::move(news.words));
-  }
-
   bool is_root_stopped() const {
     return !coordinator_ && roster_.is_near(0) && roster_.process_state(0) == "stopped";
   }
 
   void look_at_the_clock() {
     const auto now = Clock::now();
-    std::vector<std::pair<Says, Payload>> late;
-    std::string unanswered;  // what rank 0 says nothing about
-    {
-      std::lock_guard lock(mutex_);
-      if (!end_ && soonest_ <= now) {
-        soonest_ = kNever;
-        for (auto* flights : {&waiting_, &messages_}) {
-          for (auto& [seq, flight] : *flights) {
-            if (flight.late <= now && (flight.asked || is_root_stopped())) {
-              unanswered = (flight.tag ? text_of_message(*flight.tag)
-                                       : "collective " + std::to_string(seq)) +
-                           " must be done within " + seconds(flight.timeout);
-            } else if (flight.late <= now) {
-              flight.asked = true;
-              flight.late = after(kVerdict);
-              late.emplace_back(
-                  flight.tag ? kOverdue : kLate,
-                  Payload().put(static_cast<int64_t>(seq)).put(seconds(flight.timeout)));
-            }
-            soonest_ = std::min(soonest_, flight.late);
-          }
-        }
-      }
-      for (const auto& [seq, flight] : running_) {
-        if (!end_ && flight.late <= now) {
-          unanswered = "data of collective " + std::to_string(seq) + " must arrive";
-        }
-      }
-    }
-    for (auto& [kind, words] : late) {
+    auto late = calls_.take_late(now, [this] { return is_root_stopped(); });
+    for (auto& [kind, words] : late.questions) {
       say(kind, std::move(words));
     }
-    if (!unanswered.empty()) {
+    if (!late.unanswered.empty()) {
       const std::string state = roster_.is_near(0) ? roster_.process_state(0) : "silent";
-      finish({Kind::Timeout,
-              {0},
-              "the " + unanswered + ", got no answer from " + roster_.describe(0, state),
-              kGrace});
+      calls_.finish(
+          {Kind::Timeout,
+           {0},
+           "the " + late.unanswered + ", got no answer from " + roster_.describe(0, state),
+           kGrace});
     }
     if (coordinator_) {
       coordinator_->look(now);
@@ -503,59 +340,21 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
 
   // Calls what other code has to do, without the lock.
   void settle() {
-    std::vector<Begin> grants;
-    std::vector<Failed> fails;
-    {
-      std::lock_guard lock(mutex_);
-      grants.swap(grants_);
-      fails.swap(fails_);
-      const auto fail = [&](Flights& flights, Flights::iterator it) {
-        auto failure = told(*end_, it->second.op, it->first, it->second.tag);
-        fails.push_back({std::move(it->second), std::move(failure)});
-        return flights.erase(it);
-      };
-      for (auto* flights : {&waiting_, &messages_}) {
-        for (auto it = flights->begin(); end_ && it != flights->end();) {
-          it = fail(*flights, it);
-        }
-      }
-      const auto now = Clock::now();
-      for (auto it = running_.begin(); end_ && it != running_.end();) {
-        if (it->second.late > now) {
-          ++it;
-          continue;
-        }
-        const auto begun =
-            std::erase_if(begins_, [&](auto& b) { return b.first == it->first; }) == 0;
-        abandoned_ |= begun;
-        it = fail(running_, it);
-      }
-    }
-    while (const auto next = next_to_begin()) {
+    const auto [grants, fails] = calls_.take_settled();
+    while (const auto next = calls_.next_to_begin()) {
       try {
         next->second(next->first);
       } catch (const std::exception& error) {
         broke(next->first, error.what());
       }
     }
-    for (auto& [peer, begin] : grants) {
+    for (const auto& [peer, begin] : grants) {
       begin(peer);
     }
-    for (auto& failed : fails) {
-      failed.flight.fail(failed.failure);
+    for (const auto& failed : fails) {
+      failed.call.fail(failed.failure);
     }
-    changed_.notify_all();
-  }
-
-  // The collectives of a group run one after the other, in the order of their calls.
-  std::optional<Begin> next_to_begin() {
-    std::lock_guard lock(mutex_);
-    if (begins_.empty() || running_.begin()->first != begins_.front().first) {
-      return std::nullopt;
-    }
-    auto next = std::move(begins_.front());
-    begins_.pop_front();
-    return next;
+    calls_.notify();
   }
 
   void say_goodbye() {
@@ -565,29 +364,10 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
       }
     }
     death_sockets_.reset();
-    std::vector<Failed> fails;
-    {
-      std::lock_guard lock(mutex_);
-      abandoned_ |= running_.size() > begins_.size();
-      begins_.clear();
-      for (auto* flights : {&waiting_, &running_, &messages_}) {
-        for (auto& [seq, flight] : *flights) {
-          auto failure =
-              end_ ? told(*end_, flight.op, seq, flight.tag) : closed(flight.op, seq, kDestroyed);
-          fails.push_back({std::move(flight), std::move(failure)});
-        }
-        flights->clear();
-      }
+    for (auto& failed : calls_.close()) {
+      failed.call.fail(failed.failure);
     }
-    for (auto& failed : fails) {
-      failed.flight.fail(failed.failure);
-    }
-    fails.clear();
-    {
-      std::lock_guard lock(mutex_);
-      has_left_ = true;
-    }
-    changed_.notify_all();
+    calls_.set_left();
     linger();
   }
 
@@ -623,135 +403,55 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   void obey(uint32_t kind, Payload& words) {
     switch (kind) {
       case kGo:
-        go(static_cast<uint64_t>(words.number()));
+        calls_.go(static_cast<uint64_t>(words.number()));
         break;
       case kDiffer: {
         const auto seq = static_cast<uint64_t>(words.number());
         const auto text = words.text();
-        deny(waiting_, seq, Kind::Mismatch, {text, words.numbers<int>()});
+        calls_.deny_collective(seq, Kind::Mismatch, {text, words.numbers<int>()});
         break;
       }
       case kGranted: {
         const auto number = static_cast<uint64_t>(words.number());
-        grant(number, static_cast<uint64_t>(words.number()));
+        calls_.grant(number, static_cast<uint64_t>(words.number()));
         break;
       }
       case kDenied: {
         const auto number = static_cast<uint64_t>(words.number());
         const auto kind = static_cast<Kind>(words.number());
         const auto text = words.text();
-        deny(messages_, number, kind, {text, words.numbers<int>()});
+        calls_.deny_message(number, kind, {text, words.numbers<int>()});
         break;
       }
       case kAwaited: {
         const auto question = static_cast<Says>(words.number());
         const auto number = static_cast<uint64_t>(words.number());
         const auto text = words.text();
-        take_answer({question, number}, {text, words.numbers<int>()});
+        calls_.take_answer({question, number}, {text, words.numbers<int>()});
         break;
       }
       case kPing:
         say(kPong, {});
         break;
       case kOver:
-        finish(take_end(words));
+        calls_.finish(take_end(words));
         break;
       case kLeaving:
         // Nothing else will be agreed.
         root_left_ = true;
-        finish({Kind::RankLost, {0}, roster_.describe(0, kLeft), kUnlimited});
+        calls_.finish({Kind::RankLost, {0}, roster_.describe(0, kLeft), kUnlimited});
         break;
       default:
         throw std::runtime_error("a sentence of an unknown kind");
     }
   }
 
-  void go(uint64_t seq) {
-    std::lock_guard lock(mutex_);
-    const auto found = waiting_.find(seq);
-    if (found == waiting_.end() || end_) {
-      return;
-    }
-    begins_.emplace_back(seq, std::move(found->second.begin));
-    found->second.late = kNever;
-    found->second.asked = false;
-    running_.insert(waiting_.extract(found));
-  }
-
-  void take_answer(std::pair<Says, uint64_t> asked, Difference who) {
-    {
-      std::lock_guard lock(mutex_);
-      const auto found = asked_.find(asked);
-      if (found == asked_.end()) {
-        return;  // nobody waits for it any more
-      }
-      found->second = std::move(who);
-    }
-    changed_.notify_all();
-  }
-
-  // From here on gloo knows of the message, and of its end.
-  void grant(uint64_t number, uint64_t peer) {
-    std::lock_guard lock(mutex_);
-    const auto found = messages_.find(number);
-    if (found == messages_.end() || end_) {
-      return;
-    }
-    grants_.emplace_back(peer, std::move(found->second.begin));
-    messages_.erase(found);
-  }
-
-  void deny(Flights& flights, uint64_t seq, Kind kind, const Difference& why) {
-    std::lock_guard lock(mutex_);
-    const auto found = flights.find(seq);
-    if (found == flights.end()) {
-      return;
-    }
-    auto& flight = found->second;
-    auto failure = failure_of(kind, flight.op, seq, why.text, why.ranks);
-    fails_.push_back({std::move(flight), std::move(failure)});
-    flights.erase(found);
-  }
-
-  // The group is of no more use. The first reason stays.
-  void finish(End end) {
-    std::lock_guard lock(mutex_);
-    if (end_) {
-      return;
-    }
-    for (auto& [seq, flight] : running_) {
-      flight.late = flight.asked              ? Clock::now()
-                    : end.grace == kUnlimited ? kNever
-                                              : after(end.grace);
-    }
-    end_ = std::move(end);
-  }
-
   const Roster roster_;
+  OpenCalls calls_;
   const uint64_t generation_;
   const Pipe wake_;
-  std::thread thread_;
-
-  mutable std::mutex mutex_;
-  mutable std::condition_variable changed_;
-  // Guarded by mutex_.
-  uint64_t count_ = 0;
-  uint64_t posted_ = 0;
-  bool leaving_ = false;
-  bool has_left_ = false;
-  bool abandoned_ = false;
-  std::vector<News> news_;
-  Flights waiting_;  // for the other ranks to call it
-  Flights running_;
-  Flights messages_;  // that wait for their other ends
-  // Nothing that waits is late before.
-  Clock::time_point soonest_ = kNever;
-  // About collectives and messages, and the answer once it is there.
-  std::map<std::pair<Says, uint64_t>, std::optional<Difference>> asked_;
-  std::deque<Begin> begins_;  // agreed on, in their order
-  std::vector<Begin> grants_;
-  std::vector<Failed> fails_;
-  std::optional<End> end_;
+  std::mutex thread_mutex_;
+  std::thread thread_;  // let go of by the first to leave
 
   // The thread's own from here on.
   std::vector<Connection> lines_;

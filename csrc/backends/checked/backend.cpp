@@ -4,18 +4,16 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <pybind11/chrono.h>
-#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
-#include <exception>
+#include <optional>
 #include <utility>
 
 #include "backends/adapter/capabilities.h"
 #include "backends/adapter/lowering.h"
 #include "backends/adapter/messages.h"
-#include "backends/process_group/splittable_backend.h"
 #include "base/call_site.h"
 #include "base/gil.h"
 #include "base/memory.h"
@@ -30,13 +28,6 @@ namespace c10d_ext {
 namespace {
 
 using std::string_view;
-using Tensors = std::vector<at::Tensor>;
-
-CheckedBackend::Connect& connect_backend() {
-  // Never destroyed: it holds a Python function, and a group may outlive Python.
-  static auto* instance = new CheckedBackend::Connect;
-  return *instance;
-}
 
 // How long a group that is destroyed with work in flight waits for it.
 constexpr std::chrono::milliseconds kGrace{5000};
@@ -52,9 +43,11 @@ HeldRequest aliased(const CollectiveRequest& request, at::TensorList sources) {
                    request.root,
                    request.source_sizes,
                    request.out_sizes,
-                   request.is_list};
+                   request.is_list,
+                   request.source_parts,
+                   request.out_parts};
   for (size_t i = 0; i < sources.size(); ++i) {
-    const bool is_out = request.sources[i].is_same(request.outs[i]);
+    const bool is_out = i < request.outs.size() && request.sources[i].is_same(request.outs[i]);
     kept.sources.push_back(is_out ? kept.outs[i] : alias_of(sources[i]));
   }
   return kept;
@@ -63,33 +56,36 @@ HeldRequest aliased(const CollectiveRequest& request, at::TensorList sources) {
 // Whether it begins in less than a millisecond: few bytes are copied at most.
 bool is_quick(const HeldRequest& request) {
   constexpr size_t kQuick = size_t{1} << 20;
+  if (request.type == OpType::SparseAllReduce) {
+    return false;
+  }
   size_t bytes = 0;
+  for (const auto& out : request.outs) {
+    bytes += out.nbytes();
+  }
   for (size_t i = 0; i < request.sources.size(); ++i) {
-    const bool is_out = request.sources[i].is_same(request.outs[i]);
-    bytes += request.outs[i].nbytes() + (is_out ? 0 : request.sources[i].nbytes());
+    const bool is_out = i < request.outs.size() && request.sources[i].is_same(request.outs[i]);
+    bytes += is_out ? 0 : request.sources[i].nbytes();
   }
   return bytes <= kQuick;
 }
 
 }  // namespace
 
-void CheckedBackend::set_connect(Connect connect) {
-  connect_backend() = std::move(connect);
-}
-
 CheckedBackend::CheckedBackend(c10::intrusive_ptr<c10d::Backend> inner,
                                c10::intrusive_ptr<c10d::Store> store, const Options& options,
-                               GlobalRanks global_ranks, int strict)
-    : SplittableBackend(inner->getRank(), inner->getSize(), options, std::move(store),
-                        std::move(global_ranks)),
-      ArgumentChecks(group_),
+                               GlobalRanks global_ranks, int strict, Connect connect)
+    : RequestBackend(inner->getRank(), inner->getSize(), options, std::move(store),
+                     std::move(global_ranks), group_),
       strict_(strict),
+      connect_(std::move(connect)),
       inner_(std::move(inner)),
       inner_can_([&] {
         Capabilities can = capabilities_of(inner_->getBackendName());
         // As over shared memory: NaN where one of them is, and parts that may differ in size.
         can.keeps_nan = false;
         can.exchanges_rooted_parts = true;
+        can.sums_in_rank_order = false;  // not what is made of other methods
         return can;
       }()),
       can_([&] {
@@ -137,39 +133,32 @@ CheckedBackend::~CheckedBackend() {
 
 Adapter CheckedBackend::inner(string_view op, Milliseconds timeout) const {
   const bool is_own = timeout > Milliseconds(0);
-  return Adapter(op, group_, inner_, inner_can_, is_own ? std::optional(timeout) : std::nullopt);
+  return Adapter(op, group_, inner_, inner_can_,
+                 is_own ? std::optional(std::min(timeout, kLongestWait)) : std::nullopt);
 }
 
-CheckedBackend::WorkPtr CheckedBackend::run(const Call& call, Tensors outputs, Around around,
+CheckedBackend::WorkPtr CheckedBackend::run(const MethodCall& call,
                                             const CollectiveRequest& request) {
-  if (request.is_empty()) {
+  const auto outs = request.type == OpType::Barrier ? at::TensorList() : request.outs;
+  Fingerprint called = fingerprint_of(request, rank_, size_);
+  if (request.type != OpType::AllToAll && request.type != OpType::Gather &&
+      request.type != OpType::Scatter && request.is_empty()) {
     // No data, but the ranks meet.
-    return run(
-        call, std::move(outputs), std::move(around), [] { return Started(); },
-        /*quick=*/true);
+    return run(call, outs, std::move(called), /*quick=*/true, [] { return Started(); });
   }
   const auto kept = std::make_shared<HeldRequest>(aliased(request, request.sources));
   return run(
-      call, std::move(outputs), std::move(around),
-      [kept, adapter = inner(call.op, call.timeout)] { return lowering::start(adapter, *kept); },
-      is_quick(*kept));
+      call, outs, std::move(called), is_quick(*kept),
+      [kept, adapter = inner(call.op, call.timeout)] { return lowering::start(adapter, *kept); });
 }
 
-CheckedBackend::WorkPtr CheckedBackend::run(const Call& call, Tensors outputs, Around around,
-                                            Begin begin, bool quick) {
+CheckedBackend::WorkPtr CheckedBackend::run(const MethodCall& call, at::TensorList outputs,
+                                            Fingerprint called, bool quick, Begin begin) {
   const auto begun = std::chrono::steady_clock::now();
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  Begin wrapped = [around = std::move(around), begin = std::move(begin)] {
-    if (around.before) {
-      around.before();
-    }
-    Started started = begin();
-    started.finish = then(std::move(started.finish), around.after);
-    return started;
-  };
   const auto work =
       work_for_caller(call.op, group_, outputs,
-                      agree(call.op, *call.called, call.timeout, quick, std::move(wrapped)),
+                      agree(call.op, std::move(called), call.timeout, quick, std::move(begin)),
                       &subscribe_to_future, call.type, begun);
   if (size_ == 1) {
     work->wait(kNoTimeout);  // the ops do what comes next without asking anybody
@@ -177,9 +166,9 @@ CheckedBackend::WorkPtr CheckedBackend::run(const Call& call, Tensors outputs, A
   return deliver(call, work);
 }
 
-CheckedBackend::WorkPtr CheckedBackend::deliver(const Call& call, const WorkPtr& work) {
-  if (batching_) {
-    std::lock_guard lock(batch_mutex_);
+CheckedBackend::WorkPtr CheckedBackend::deliver(const MethodCall& call, const WorkPtr& work) {
+  if (is_coalescing()) {
+    const std::lock_guard lock(coalescing_mutex_);
     batch_.push_back(work);
     return call.async ? work : nullptr;
   }
@@ -188,6 +177,17 @@ CheckedBackend::WorkPtr CheckedBackend::deliver(const Call& call, const WorkPtr&
   }
   work->wait(kNoTimeout);
   return {};
+}
+
+// That all ranks call it is agreed on, and nothing else is to be done. The failure names all that
+// are missing, whether asked for all or one. A barrier, which waits for what is in flight, is
+// another.
+void CheckedBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool /*wait_all_ranks*/) {
+  Fingerprint monitored;
+  monitored.details = "monitored";
+  auto call = MethodCall::of("monitored_barrier", c10d::OpType::BARRIER, opts);
+  call.async = false;
+  run(call, {}, std::move(monitored), /*quick=*/true, [] { return Started(); });
 }
 
 void CheckedBackend::post(const Group& group, const CollectiveRequest& request) {
@@ -247,32 +247,17 @@ void CheckedBackend::leave() {
   }
 }
 
-CheckedBackend::WorkPtr CheckedBackend::message(string_view op, c10d::OpType type,
-                                                const at::Tensor& tensor, int peer, int tag) {
+CheckedBackend::WorkPtr CheckedBackend::run(const MethodCall& call, const Message& message) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const Call call{op, type, true, c10d::kUnsetTimeout, std::nullopt};
-  const Adapter self(op, group_, c10::intrusive_ptr<c10d::Backend>::reclaim_copy(this),
+  const Adapter self(call.op, group_, c10::intrusive_ptr<c10d::Backend>::reclaim_copy(this),
                      capabilities(), std::nullopt);
-  const Message message{tensor, type == c10d::OpType::SEND, peer, tag};
   // Nobody but the caller waits for it.
-  return deliver(call, start_messages(self, op, group_, message, type)[0]);
-}
-
-// --- Coalescing
-// -----------------------------------------------------------------------------------
-
-void CheckedBackend::startCoalescing() {
-  std::lock_guard lock(batch_mutex_);
-  C10D_EXT_CHECK_VALUE(!batching_, "start_coalescing", group_,
-                       "coalescing blocks must not be nested, got a second one");
-  batching_ = true;
+  return deliver(call, start_messages(self, call.op, group_, message, call.type)[0]);
 }
 
 CheckedBackend::WorkPtr CheckedBackend::endCoalescing() {
-  std::lock_guard lock(batch_mutex_);
-  C10D_EXT_CHECK_VALUE(batching_, "end_coalescing", group_,
-                       "a coalescing block must be open, got none");
-  batching_ = false;
+  const std::lock_guard lock(coalescing_mutex_);
+  end_block();
   std::vector<WorkPtr> works;
   works.swap(batch_);
   return works.empty() ? nullptr : c10::make_intrusive<CoalescedWork>(std::move(works), rank_);
@@ -284,7 +269,88 @@ CheckedBackend::WorkPtr CheckedBackend::endCoalescing() {
 c10::intrusive_ptr<c10d::Backend> CheckedBackend::make_backend(
     std::string_view /*op*/, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
     Milliseconds timeout, const std::string& name, const GlobalRanks& global_ranks) const {
-  return connect_backend()(store, rank, size, timeout, name, global_ranks);
+  return connect_(store, rank, size, timeout, name, global_ranks);
+}
+
+bool CheckedBackend::supportsSplitting() const {
+  return connect_ || inner_->supportsSplitting();
+}
+
+bool CheckedBackend::supportsShrinking() const {
+  return connect_ || inner_->supportsShrinking();
+}
+
+c10::intrusive_ptr<c10d::Backend> CheckedBackend::split(
+    const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+    const c10::intrusive_ptr<Options>& opts) {
+  if (connect_) {
+    return SplittableBackend::split(store, ranks, opts);
+  }
+  check_inner(supportsSplitting(), "split");
+  const bool is_in = std::find(ranks.begin(), ranks.end(), rank_) != ranks.end();
+  const GlobalRanks global_ranks = is_in ? global_ranks_.part(ranks) : GlobalRanks();
+  // On all ranks: it may be collective over them.
+  return checked(inner_->split(store, ranks,
+                               inner_options(opts->timeout, opts->group_name, global_ranks.ranks)),
+                 c10::make_intrusive<c10d::PrefixStore>("checked", store), opts->timeout,
+                 opts->group_name, global_ranks);
+}
+
+c10::intrusive_ptr<c10d::Backend> CheckedBackend::merge(
+    const c10::intrusive_ptr<c10d::Store>& store, const c10::intrusive_ptr<Options>& opts,
+    const int& rank, const int& size) {
+  if (connect_) {
+    return SplittableBackend::merge(store, opts, rank, size);
+  }
+  return checked(
+      inner_->merge(store, inner_options(opts->timeout, opts->group_name, {}), rank, size),
+      c10::make_intrusive<c10d::PrefixStore>("checked", store), opts->timeout, opts->group_name,
+      {});
+}
+
+c10::intrusive_ptr<c10d::Backend> CheckedBackend::shrink(
+    const std::vector<int64_t>& ranks_to_exclude, int flags,
+    const c10::intrusive_ptr<Options>& opts) {
+  if (connect_) {
+    return SplittableBackend::shrink(ranks_to_exclude, flags, opts);
+  }
+  check_inner(supportsShrinking(), "shrink");
+  const Shrunk rest = shrunk(ranks_to_exclude, opts);
+  if (flags == kShrinkAbort) {
+    without_gil([this] { agreement_->abort(); });  // the inner backend ends its own
+  }
+  const GlobalRanks global_ranks = global_ranks_.part(rest.ranks);
+  return checked(inner_->shrink(ranks_to_exclude, flags,
+                                inner_options(rest.timeout, rest.name, global_ranks.ranks)),
+                 c10::make_intrusive<c10d::PrefixStore>("checked", rest.store), rest.timeout,
+                 rest.name, global_ranks);
+}
+
+void CheckedBackend::check_inner(bool can, string_view op) const {
+  C10D_EXT_CHECK_VALUE(can, op, group_, "the backend that is checked must be able to, got '",
+                       inner_->getBackendName(), "', which is not");
+}
+
+c10::intrusive_ptr<c10d::Backend::Options> CheckedBackend::inner_options(
+    Milliseconds timeout, const std::string& name, std::vector<uint64_t> global_ranks) const {
+  // Of the inner backend's own class. Who splits a group writes into what this returns.
+  auto options = inner_->getBackendOptions();
+  options->timeout = timeout;
+  options->group_name = name;
+  options->global_ranks_in_group = std::move(global_ranks);
+  return options;
+}
+
+c10::intrusive_ptr<c10d::Backend> CheckedBackend::checked(
+    c10::intrusive_ptr<c10d::Backend> inner, const c10::intrusive_ptr<c10d::Store>& store,
+    Milliseconds timeout, const std::string& name, GlobalRanks global_ranks) const {
+  if (!inner) {
+    return {};
+  }
+  Options options(options_.backend, timeout);
+  options.group_name = name;
+  return c10::make_intrusive<CheckedBackend>(std::move(inner), store, options,
+                                             std::move(global_ranks), strict_);
 }
 
 void CheckedBackend::setTimeout(Milliseconds timeout) {
@@ -314,26 +380,53 @@ void CheckedBackend::shutdown() {
 // --- Python
 // ---------------------------------------------------------------------------------------
 
-void bind_fallback(pybind11::module_& m) {
+namespace {
+
+// A Python function as a Connect. A group may outlive Python, and the function with it then.
+CheckedBackend::Connect connect_by(const pybind11::object& function) {
+  namespace py = pybind11;
+  if (function.is_none()) {
+    return {};
+  }
+  std::shared_ptr<py::object> kept(new py::object(function), [](py::object* f) {
+    if (python_is_up()) {
+      const py::gil_scoped_acquire gil;
+      delete f;
+    }
+  });
+  return [kept](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                std::chrono::milliseconds timeout, const std::string& name,
+                const GlobalRanks& global_ranks) {
+    const py::gil_scoped_acquire gil;
+    return (*kept)(store, rank, size, timeout, name, global_ranks)
+        .cast<c10::intrusive_ptr<c10d::Backend>>();
+  };
+}
+
+}  // namespace
+
+void bind_checked(pybind11::module_& m) {
   namespace py = pybind11;
   py::class_<CheckedBackend, c10::intrusive_ptr<CheckedBackend>, SplittableBackend>(
       m, "CheckedBackend")
       .def(py::init([](c10::intrusive_ptr<c10d::Backend> inner,
                        c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds timeout,
                        const std::string& group_name, const GlobalRanks& global_ranks, int strict,
-                       const std::string& name) {
+                       const std::string& name, const py::object& connect) {
              c10d::Backend::Options options(name, timeout);
              options.group_name = group_name;
+             auto connect_part = connect_by(connect);
              const py::gil_scoped_release waits;
              return c10::make_intrusive<CheckedBackend>(std::move(inner), std::move(store), options,
-                                                        global_ranks, strict);
+                                                        global_ranks, strict,
+                                                        std::move(connect_part));
            }),
            py::arg("inner"), py::arg("store"), py::arg("timeout"), py::arg("group_name"),
-           py::arg("global_ranks"), py::arg("strict"), py::arg("name") = "shm")
+           py::arg("global_ranks"), py::arg("strict"), py::arg("name") = "shm",
+           py::arg("connect") = py::none())
       .def_property_readonly("inner", &CheckedBackend::inner_backend,
                              "The backend that does the work.");
-  m.def("set_fallback_connect", &CheckedBackend::set_connect, py::arg("connect"));
-  m.def("close_fallback_groups", &CheckedBackend::close_all, py::arg("grace"),
+  m.def("close_checked_groups", &CheckedBackend::close_all, py::arg("grace"),
         py::call_guard<py::gil_scoped_release>());
 }
 

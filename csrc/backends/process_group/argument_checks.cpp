@@ -16,9 +16,8 @@ using Tensors = std::vector<at::Tensor>;
 
 void ArgumentChecks::check_tensor(string_view op, string_view name, const at::Tensor& t) const {
   C10D_EXT_CHECK_VALUE(t.defined(), op, place_, name, " must be a tensor, got an undefined one");
-  C10D_EXT_CHECK_VALUE(t.is_cpu(), op, place_, name,
-                       " must be on the CPU, which the shm backend serves, got one on ",
-                       t.device());
+  C10D_EXT_CHECK_VALUE(t.is_cpu(), op, place_, name, " must be on the CPU, which the ", backend_,
+                       " backend serves, got one on ", t.device());
   C10D_EXT_CHECK_TYPE(t.layout() == c10::kStrided, op, place_, name,
                       " must be a dense (strided) tensor, got layout ", t.layout());
 }
@@ -161,7 +160,8 @@ void ArgumentChecks::check_peer(string_view op, string_view role, int64_t peer) 
 Reduction ArgumentChecks::check_sparse(string_view op, const at::Tensor& tensor,
                                        const c10d::ReduceOp& reduce_op) const {
   C10D_EXT_CHECK_VALUE(tensor.defined() && tensor.is_cpu(), op, place_,
-                       "tensor must be on the CPU, which the shm backend serves, got another");
+                       "tensor must be on the CPU, which the ", backend_,
+                       " backend serves, got another");
   C10D_EXT_CHECK_TYPE(tensor.layout() == c10::kSparse, op, place_,
                       "tensor must be dense or sparse in COO layout, got layout ", tensor.layout());
   const auto reduction = reduction_of(op, reduce_op, tensor.scalar_type());

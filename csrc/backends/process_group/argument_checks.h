@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -15,13 +16,14 @@ struct ReduceOp;
 
 namespace c10d_ext {
 
-// What must hold of the arguments of c10d's verbs on CPU tensors, before anything is sent.
+// What must hold of the arguments of c10d's methods on CPU tensors, before anything is sent.
 class ArgumentChecks {
  protected:
   using Tensors = std::vector<at::Tensor>;
 
-  // `place` outlives this.
-  explicit ArgumentChecks(const Group& place) : place_(place) {}
+  // Both outlive this. `backend`: its name.
+  ArgumentChecks(const Group& place, const std::string& backend)
+      : place_(place), backend_(backend) {}
 
   void check_tensor(std::string_view op, std::string_view name, const at::Tensor& t) const;
   void check_written(std::string_view op, std::string_view name, const at::Tensor& t) const;
@@ -56,6 +58,9 @@ class ArgumentChecks {
                          c10::ScalarType dtype) const;
 
   const Group& place_;  // for texts
+
+ private:
+  const std::string& backend_;
 };
 
 }  // namespace c10d_ext

@@ -21,8 +21,7 @@
 
 namespace c10d_ext {
 
-// The "shm" backend, on shared memory or over gloo, as far as it is about what it is called and
-// which ranks it has.
+// A backend of ours as far as it is about what it is called and which ranks it has.
 class SplittableBackend : public c10d::Backend {
  public:
   using Milliseconds = std::chrono::milliseconds;
@@ -73,16 +72,11 @@ class SplittableBackend : public c10d::Backend {
   // Called by the ranks that remain.
   c10::intrusive_ptr<Backend> shrink(const std::vector<int64_t>& ranks_to_exclude, int flags,
                                      const c10::intrusive_ptr<Options>& opts) override {
-    const auto ranks = remaining(ranks_to_exclude);
+    const Shrunk rest = shrunk(ranks_to_exclude, opts);
     if (flags == kShrinkAbort) {
       abort();
     }
-    // The ranks that remain have shrunk the group equally often.
-    const std::string name = c10::str("shrink:", c10::Join(",", ranks), ":", shrink_count_++);
-    return connect_part(
-        "shrink", c10::make_intrusive<c10d::PrefixStore>(name, store_), ranks,
-        opts ? opts->timeout : timeout_.load(),
-        opts && !opts->group_name.empty() ? opts->group_name : options_.group_name + ":" + name);
+    return connect_part("shrink", rest.store, rest.ranks, rest.timeout, rest.name);
   }
 
  protected:
@@ -106,10 +100,27 @@ class SplittableBackend : public c10d::Backend {
   const GlobalRanks global_ranks_;
   std::atomic<Milliseconds> timeout_;
 
- private:
   // torch.distributed.SHRINK_ABORT
   static constexpr int kShrinkAbort = 1;
 
+  // The group of those that shrink() keeps.
+  struct Shrunk {
+    std::vector<int> ranks;
+    c10::intrusive_ptr<c10d::Store> store;
+    Milliseconds timeout;
+    std::string name;
+  };
+  Shrunk shrunk(const std::vector<int64_t>& to_exclude, const c10::intrusive_ptr<Options>& opts) {
+    const auto ranks = remaining(to_exclude);
+    // The ranks that remain have shrunk the group equally often.
+    const std::string name = c10::str("shrink:", c10::Join(",", ranks), ":", shrink_count_++);
+    return {
+        ranks, c10::make_intrusive<c10d::PrefixStore>(name, store_),
+        opts ? opts->timeout : timeout_.load(),
+        opts && !opts->group_name.empty() ? opts->group_name : options_.group_name + ":" + name};
+  }
+
+ private:
   // `ranks` of this group, in their order there; null where this rank is none of them.
   c10::intrusive_ptr<Backend> connect_part(std::string_view op,
                                            const c10::intrusive_ptr<c10d::Store>& store,

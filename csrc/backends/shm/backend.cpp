@@ -37,20 +37,11 @@ constexpr Milliseconds kGrace{5000};
 // --- Coalescing
 // -----------------------------------------------------------------------------------
 
-void ShmBackend::startCoalescing() {
-  std::lock_guard lock(batch_mutex_);
-  C10D_EXT_CHECK_VALUE(!batching_, "start_coalescing", place_,
-                       "coalescing blocks must not be nested, got a second one");
-  batching_ = true;
-}
-
 ShmBackend::WorkPtr ShmBackend::endCoalescing() {
   std::vector<OperationPtr> calls;
   {
-    std::lock_guard lock(batch_mutex_);
-    C10D_EXT_CHECK_VALUE(batching_, "end_coalescing", place_,
-                         "a coalescing block must be open, got none");
-    batching_ = false;
+    const std::lock_guard lock(coalescing_mutex_);
+    end_block();
     calls.swap(batch_);
   }
   if (calls.empty()) {
@@ -88,8 +79,7 @@ ShmBackend::WorkPtr ShmBackend::endCoalescing() {
 ShmBackend::ShmBackend(int rank, int size, const Options& options, const Settings& settings,
                        c10::intrusive_ptr<c10d::Store> store, GlobalRanks global_ranks,
                        std::shared_ptr<LiveGroup> live)
-    : SplittableBackend(rank, size, options, std::move(store), std::move(global_ranks)),
-      ArgumentChecks(live->place()),
+    : RequestBackend(rank, size, options, std::move(store), std::move(global_ranks), live->place()),
       settings_(settings),
       live_(std::move(live)),
       known_group_(known_group(global_ranks_, [peers = live_->peers()](int rank) {

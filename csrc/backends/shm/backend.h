@@ -4,20 +4,14 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include <atomic>
 #include <chrono>
-#include <exception>
 #include <functional>
 #include <memory>
-#include <mutex>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "backends/backend.h"
-#include "backends/process_group/argument_checks.h"
-#include "backends/process_group/splittable_backend.h"
+#include "backends/process_group/request_backend.h"
 #include "backends/request.h"
 #include "backends/shm/engine.h"
 #include "base/dtype.h"
@@ -26,25 +20,17 @@
 #include "base/types.h"
 #include "work/work_info.h"
 
-// torch names _allgather_base and its kin deprecated while they are what a Backend overrides.
-#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
-
 namespace c10d_ext {
 
 struct KnownGroup;
 
 // The "shm" backend: CPU tensors, ranks on one machine.
 //
-// c10d's methods (methods.cpp) and the requests of ops (requests.cpp) meet in one place: a
-// TensorOperation, the engine's operation with the tensors it reads and writes. Every dtype,
-// stride, size and reduce op with a meaning is native here.
-class ShmBackend final : public SplittableBackend,
-                         public CollectiveBackend,
-                         private ArgumentChecks {
+// A request, whether of an op or of one of c10d's methods, becomes a TensorOperation
+// (requests.cpp), the engine's operation with the tensors it reads and writes. Every dtype, stride,
+// size and reduce op with a meaning is native here.
+class ShmBackend final : public RequestBackend {
  public:
-  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-  using Tensors = std::vector<at::Tensor>;
-
   struct Settings {
     size_t arena = 0;         // bytes of shared memory per rank
     bool call_sites = false;  // the ranks must call a collective from one line
@@ -77,47 +63,12 @@ class ShmBackend final : public SplittableBackend,
 
   // --- c10d::Backend ----------------------------------------------------------------------------
 
-  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override;
-  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
-  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
-  WorkPtr allreduce_coalesced(Tensors& tensors,
-                              const c10d::AllreduceCoalescedOptions& opts) override;
-  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override;
-  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs,
-                    const c10d::AllgatherOptions& opts) override;
-  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
-                          const c10d::AllgatherOptions& opts) override;
-  WorkPtr allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
-                              const c10d::AllgatherOptions& opts) override;
-  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                          const c10d::AllgatherOptions& opts) override;
-  WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs,
-                 const c10d::GatherOptions& opts) override;
-  WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs,
-                  const c10d::ScatterOptions& opts) override;
-  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
-                         const c10d::ReduceScatterOptions& opts) override;
-  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                               const c10d::ReduceScatterOptions& opts) override;
-  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                          const c10d::ReduceScatterOptions& opts) override;
-  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
-                        std::vector<int64_t>& input_splits,
-                        const c10d::AllToAllOptions& opts) override;
-  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override;
-  WorkPtr send(Tensors& tensors, int dst, int tag) override;
-  WorkPtr recv(Tensors& tensors, int src, int tag) override;
-  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
-  WorkPtr barrier(const c10d::BarrierOptions& opts) override;
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
 
-  void startCoalescing() override;
   // One work for everything since startCoalescing, null when that was nothing.
   WorkPtr endCoalescing() override;
 
-  void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override;
-  void enableCollectivesTiming() override {}
   c10d::ErrorType getError() override;
   void abort() override;
   void shutdown() override;
@@ -141,22 +92,20 @@ class ShmBackend final : public SplittableBackend,
                     c10::ScalarType dtype) const;
   WorkPtr launch(const Call& call, OperationPtr operation);
 
-  // Null: complete already, which `done` tells of. Otherwise the work is in flight and holds the
-  // tensors. A failure that shows at once is thrown.
-  WorkPtr start(const CollectiveRequest& request, at::TensorList sources, WorkInfo* done);
+  WorkPtr run(const MethodCall& call, const CollectiveRequest& request) override;
+  WorkPtr run(const MethodCall& call, const Message& message) override;
+  // Null: complete already, which `call.done` tells of. Otherwise the work is in flight and holds
+  // the tensors. A failure that shows at once is thrown. `sources`: the request's, as they are
+  // read.
+  WorkPtr start(const Call& call, const CollectiveRequest& request, at::TensorList sources);
   WorkPtr all_reduce(const Call& call, at::TensorList sources, at::TensorList outs,
                      const Reduction& reduction);
   WorkPtr reduce_to(const Call& call, const at::Tensor& source, const at::Tensor& out,
                     const Reduction& reduction, int64_t root);
   WorkPtr broadcast_from(const Call& call, at::TensorList sources, at::TensorList outs,
                          int64_t root);
-  WorkPtr all_gather(const Call& call, at::TensorList sources, at::TensorList outs);
-  WorkPtr scatter_reduced(const Call& call, at::TensorList sources, at::TensorList outs,
-                          const Reduction& reduction);
-  WorkPtr exchange(const Call& call, const at::Tensor& source, const at::Tensor& out,
-                   c10::IntArrayRef source_sizes, c10::IntArrayRef out_sizes);
+  WorkPtr move(const Call& call, const CollectiveRequest& request, at::TensorList sources);
   WorkPtr all_reduce_sparse(const Call& call, const at::Tensor& tensor, const Reduction& reduction);
-  WorkPtr receive(std::string_view op, c10d::OpType type, Tensors& tensors, int src, int tag);
 
   c10::intrusive_ptr<Backend> make_backend(std::string_view op,
                                            const c10::intrusive_ptr<c10d::Store>& store, int rank,
@@ -168,8 +117,6 @@ class ShmBackend final : public SplittableBackend,
   const std::shared_ptr<const KnownGroup> known_group_;
 
   // Between startCoalescing and endCoalescing: what has been called, not yet submitted.
-  std::mutex batch_mutex_;
-  std::atomic<bool> batching_{false};
   std::vector<OperationPtr> batch_;
 };
 

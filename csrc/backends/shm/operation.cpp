@@ -1,6 +1,10 @@
 #include "backends/shm/operation.h"
 
 #include <algorithm>
+#include <string>
+#include <utility>
+
+#include "base/exceptions.h"
 
 namespace c10d_ext {
 
@@ -48,10 +52,41 @@ void ShmBackend::TensorOperation::separate() {
           in_place(part, hit->part)) {
         continue;
       }
-      overlaps_.push_back({data, at::empty({static_cast<int64_t>(bytes)}, at::kByte)});
-      data = static_cast<std::byte*>(overlaps_.back().copy.mutable_data_ptr());
+      data = staging_.copy_of(data, bytes);
     }
   }
+}
+
+void ShmBackend::TensorOperation::settle(const Failure* failure, const TensorOperation& carrier) {
+  std::exception_ptr error;
+  if (C10_UNLIKELY(failure != nullptr)) {
+    // The engine knows types of collectives: all_gather is all_gather_into_tensor's as well.
+    disagrees_ = failure->kind == ErrorKind::Mismatch;
+    std::string op = failure->op, text = failure->text;
+    if (op == name_of(request.type) && text.starts_with(op + ":")) {
+      text.replace(0, op.size(), op_);
+      op = op_;
+    }
+    error = std::make_exception_ptr(
+        CollectiveError(failure->kind, text, failure->ranks, op, failure->seq, place_->name()));
+  } else {
+    error = staging_.trouble();
+  }
+  if (C10_UNLIKELY(span_ != nullptr)) {
+    span_->end();
+    span_.reset();
+  }
+  source_ = carrier.source_rank();
+  number_ = carrier.seq();
+  milliseconds_ =
+      std::chrono::duration<float, std::milli>(carrier.shm::Operation::duration()).count();
+  if (C10_UNLIKELY(finish_)) {
+    prepare_ = finish_ = nullptr;
+    request.room = nullptr;
+  }
+  staging_.release();
+  writes_.clear();
+  outcome_.settle(std::move(error), op_, [this] { return outputs(); });
 }
 
 }  // namespace c10d_ext

@@ -1,27 +1,23 @@
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/empty.h>
 
 #include <atomic>
 #include <chrono>
 #include <exception>
 #include <functional>
 #include <memory>
-#include <mutex>
-#include <optional>
-#include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
 #include "backends/shm/backend.h"
 #include "backends/shm/engine.h"
+#include "backends/shm/outcome.h"
 #include "backends/shm/profiler_span.h"
+#include "backends/shm/staging.h"
 #include "base/dtype.h"
-#include "base/exceptions.h"
 #include "base/memory.h"
-#include "base/progress_handoff.h"
 #include "work/snapshot.h"
 
 namespace c10d_ext {
@@ -40,9 +36,8 @@ struct ShmBackend::Call {
   // Of an Op that is complete on return: where to tell of it.
   WorkInfo* done = nullptr;
 
-  template <class Options>
-  static Call of(std::string_view op, c10d::OpType type, const Options& opts) {
-    return {op, type, opts.asyncOp ? Delivery::Async : Delivery::Sync, opts.timeout};
+  static Call of(const MethodCall& call) {
+    return {call.op, call.type, call.async ? Delivery::Async : Delivery::Sync, call.timeout};
   }
 };
 
@@ -82,13 +77,13 @@ class ShmBackend::TensorOperation final : public shm::Operation {
     r.shapes = 0;
     r.call_site.clear();
     r.members.clear();
-    travel_dtype_.reset();
+    staging_.renew();
     has_dtype_ = false;
     outputs_.clear();
-    state_.store(kRunning, std::memory_order_relaxed);
+    outcome_.renew();
   }
   bool is_renewable() const {
-    return !error_ && !future_ && !listener_ && !carrier_;
+    return outcome_.is_renewable() && !carrier_;
   }
 
   // --- Building ---------------------------------------------------------------------------------
@@ -108,6 +103,20 @@ class ShmBackend::TensorOperation final : public shm::Operation {
     split_evenly(request.sources, readable(values), values.nbytes());
   }
 
+  // All of `tensors`: each as part 0; or, where they are divided, a tensor for each part (as many
+  // for each), or of every tensor `sizes` elements for each, or equal parts.
+  void read_all(at::TensorList tensors, bool divides, bool has_parts, c10::IntArrayRef sizes) {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      if (!divides || has_parts) {
+        read(divides ? i / (tensors.size() / request.sources.size()) : 0, tensors[i]);
+      } else if (!sizes.empty()) {
+        read_split(tensors[i], sizes);
+      } else {
+        read_evenly(tensors[i]);
+      }
+    }
+  }
+
   // What arrives as part `part` becomes the values of `t`.
   void write(size_t part, const at::Tensor& t) {
     const at::Tensor& memory = landing(t);
@@ -122,9 +131,21 @@ class ShmBackend::TensorOperation final : public shm::Operation {
     split_evenly(request.targets, writable(memory), memory.nbytes());
   }
 
+  void write_all(at::TensorList tensors, bool divides, bool has_parts, c10::IntArrayRef sizes) {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      if (!divides || has_parts) {
+        write(divides ? i / (tensors.size() / request.targets.size()) : 0, tensors[i]);
+      } else if (!sizes.empty()) {
+        write_split(tensors[i], sizes);
+      } else {
+        write_evenly(tensors[i]);
+      }
+    }
+  }
+
   // read() and write() of the same tensor.
   void replace(size_t part, const at::Tensor& t) {
-    if (C10_UNLIKELY(span_ != nullptr || travel_dtype_ || !is_dense(t))) {
+    if (C10_UNLIKELY(span_ != nullptr || staging_.converts() || !is_dense(t))) {
       read(part, t);
       write(part, t);
       return;
@@ -137,7 +158,7 @@ class ShmBackend::TensorOperation final : public shm::Operation {
 
   // Elements are converted to `dtype` to travel.
   void travel_as(c10::ScalarType dtype) {
-    travel_dtype_ = dtype;
+    staging_.travel_as(dtype);
   }
   // All elements have one dtype, or the bytes count.
   void set_dtype(const at::Tensor& t) {
@@ -231,11 +252,11 @@ class ShmBackend::TensorOperation final : public shm::Operation {
 
   // The result is there, or the error. Future callbacks may still be running.
   bool settled() const {
-    return state_.load(std::memory_order_acquire) == kSettled;
+    return outcome_.settled();
   }
   // These two only once it is settled.
   const std::exception_ptr& error() const {
-    return error_;
+    return outcome_.error();
   }
   float milliseconds() const {
     return milliseconds_;
@@ -244,8 +265,8 @@ class ShmBackend::TensorOperation final : public shm::Operation {
     return disagrees_;
   }
   void report() const {
-    if (C10_UNLIKELY(error_ != nullptr)) {
-      std::rethrow_exception(error_);
+    if (C10_UNLIKELY(error() != nullptr)) {
+      std::rethrow_exception(error());
     }
   }
   int source() const {
@@ -261,53 +282,32 @@ class ShmBackend::TensorOperation final : public shm::Operation {
     return Tensors(outputs_.begin(), outputs_.end());
   }
   c10::intrusive_ptr<c10::ivalue::Future> future() {
-    std::unique_lock lock(audience_mutex_);
-    if (!future_) {
-      future_ =
-          c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-      if (!expect()) {
-        lock.unlock();
-        complete(future_);
-      }
-    }
-    return future_;
+    return outcome_.future(op_, [this] { return outputs(); });
   }
   // Once at most.
   void when_settled(std::function<void(std::exception_ptr)> over) {
-    std::unique_lock lock(audience_mutex_);
-    if (expect()) {
-      listener_ = std::move(over);
-    } else {
-      lock.unlock();
-      over(error_);
-    }
+    outcome_.when_settled(std::move(over));
   }
 
   void on_begin() override {
     if (span_) {
       span_->begin();
     }
-    if (C10_UNLIKELY(!fills_.empty())) {
-      copy(fills_);
-    }
+    staging_.fill();
     if (C10_UNLIKELY(prepare_)) {
       at::AutoDispatchBelowADInplaceOrView below_autograd;
       prepare_();
     }
-    for (const auto& [data, copy] : overlaps_) {
-      std::memcpy(copy.mutable_data_ptr(), data, copy.nbytes());
-    }
+    staging_.fill_overlaps();
     for (const auto& passenger : passengers_) {
       passenger->on_begin();
     }
   }
 
   void on_arrived() override {
-    if (C10_UNLIKELY(!landings_.empty())) {
-      copy(landings_);
-    }
+    staging_.land();
     if (C10_UNLIKELY(finish_)) {
-      attempt(finish_);
+      staging_.attempt(finish_);
     }
     for (const auto& passenger : passengers_) {
       passenger->on_arrived();
@@ -323,61 +323,15 @@ class ShmBackend::TensorOperation final : public shm::Operation {
   }
 
  private:
-  enum State : uint8_t { kRunning, kAwaited, kSettled };
-  struct Copy {
-    at::Tensor from;
-    at::Tensor to;
-  };
-  struct Overlap {
-    const std::byte* data;
-    at::Tensor copy;
-  };
-
-  template <class F>
-  void attempt(const F& something) {
-    try {
-      at::AutoDispatchBelowADInplaceOrView below_autograd;
-      something();
-    } catch (...) {
-      trouble_ = std::current_exception();
-    }
-  }
-  void copy(const std::vector<Copy>& copies) {
-    attempt([&] {
-      for (const auto& [from, to] : copies) {
-        copy_values(to, from);
-      }
-    });
-  }
-
-  // A dense tensor of what the values of `t` are when it begins, kept until the end.
   const at::Tensor& dense_values(const at::Tensor& t) {
     if (C10_UNLIKELY(span_ != nullptr)) {
       span_->add_input(t);
     }
-    const bool converted = travel_dtype_ && *travel_dtype_ != t.scalar_type();
-    if (C10_LIKELY(is_dense(t) && !converted)) {
-      kept_.push_back(alias_of(t));
-    } else {
-      kept_.push_back(scratch(t));
-      fills_.push_back({alias_of(t), kept_.back()});
-    }
-    return kept_.back();
+    return staging_.dense_values(t);
   }
-
-  // A dense tensor that becomes `t` in the end.
   const at::Tensor& landing(const at::Tensor& t) {
     outputs_.push_back(alias_of(t));
-    const bool converted = travel_dtype_ && *travel_dtype_ != t.scalar_type();
-    if (C10_LIKELY(is_dense(t) && !converted)) {
-      return outputs_.back();
-    }
-    landings_.push_back({scratch(t), outputs_.back()});
-    return landings_.back().from;
-  }
-
-  at::Tensor scratch(const at::Tensor& t) const {
-    return at::empty(t.sizes(), t.options().dtype(travel_dtype_.value_or(t.scalar_type())));
+    return staging_.landing(outputs_.back());
   }
 
   static void append(std::vector<shm::Buffer>& parts, const std::vector<shm::Buffer>& more) {
@@ -409,105 +363,29 @@ class ShmBackend::TensorOperation final : public shm::Operation {
   }
 
   // `carrier` is the operation that the engine ran.
-  void settle(const Failure* failure, const TensorOperation& carrier) {
-    if (C10_UNLIKELY(failure != nullptr)) {
-      // The engine knows verbs, of which all_gather, say, is all_gather_into_tensor's as well.
-      disagrees_ = failure->kind == ErrorKind::Mismatch;
-      std::string op = failure->op, text = failure->text;
-      if (op == name_of(request.type) && text.starts_with(op + ":")) {
-        text.replace(0, op.size(), op_);
-        op = op_;
-      }
-      error_ = std::make_exception_ptr(
-          CollectiveError(failure->kind, text, failure->ranks, op, failure->seq, place_->name()));
-    } else if (C10_UNLIKELY(trouble_ != nullptr)) {
-      error_ = trouble_;
-    }
-    if (C10_UNLIKELY(span_ != nullptr)) {
-      span_->end();
-      span_.reset();
-    }
-    source_ = carrier.source_rank();
-    number_ = carrier.seq();
-    milliseconds_ =
-        std::chrono::duration<float, std::milli>(carrier.shm::Operation::duration()).count();
-    if (C10_UNLIKELY(finish_)) {
-      prepare_ = finish_ = nullptr;
-      request.room = nullptr;
-    }
-    landings_.clear();
-    fills_.clear();
-    overlaps_.clear();
-    kept_.clear();
-    writes_.clear();
-    if (state_.exchange(kSettled, std::memory_order_acq_rel) == kAwaited) {
-      std::function<void(std::exception_ptr)> listener;
-      c10::intrusive_ptr<c10::ivalue::Future> future;
-      {
-        std::lock_guard lock(audience_mutex_);
-        listener.swap(listener_);
-        future = future_;
-      }
-      if (listener) {
-        listener(error_);
-      }
-      if (future) {
-        complete(future);
-      }
-    }
-  }
-
-  // Under audience_mutex_. False: settled already, there is nothing to wait for.
-  bool expect() {
-    uint8_t state = kRunning;
-    return state_.compare_exchange_strong(state, kAwaited, std::memory_order_acq_rel) ||
-           state == kAwaited;
-  }
-
-  void complete(const c10::intrusive_ptr<c10::ivalue::Future>& future) {
-    const ProgressHandoff handoff;
-    try {
-      if (error_) {
-        future->setErrorIfNeeded(error_);
-      } else {
-        future->markCompleted(c10::IValue(outputs()));
-      }
-    } catch (const std::exception& e) {
-      TORCH_WARN("shm: a callback of ", op_, " failed: ", e.what());
-    }
-  }
+  void settle(const Failure* failure, const TensorOperation& carrier);
 
   std::string_view op_;
   const Group* place_ = nullptr;  // the engine's owner has it
   std::unique_ptr<ProfilerSpan> span_;
-  std::optional<c10::ScalarType> travel_dtype_;
   bool has_dtype_ = false;
 
-  // What is read, until it is settled; what is written, for as long as somebody may ask.
-  c10::SmallVector<at::Tensor, 2> kept_;
+  Staging staging_;  // what is read, until it is settled
+  // What is written, for as long as somebody may ask.
   c10::SmallVector<at::Tensor, 2> outputs_;
   WritesInFlight writes_;
-  std::vector<Copy> fills_;        // when it begins
-  std::vector<Overlap> overlaps_;  // the same, of what shares memory with what is written
-  std::vector<Copy> landings_;     // when all is there
-  std::exception_ptr trouble_;     // with these
   std::function<void()> prepare_, finish_;
 
   std::vector<std::shared_ptr<TensorOperation>> passengers_;
   std::shared_ptr<TensorOperation> carrier_;
   std::atomic<bool> held_{false};
 
-  // Written before state_ becomes kSettled.
-  std::exception_ptr error_;
+  // Written before it is settled.
   bool disagrees_ = false;
   int source_ = -1;
   uint64_t number_ = 0;
   float milliseconds_ = 0;
-  std::atomic<uint8_t> state_{kRunning};
-  // Who wants to hear of the end. Guarded by audience_mutex_.
-  std::mutex audience_mutex_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
-  std::function<void(std::exception_ptr)> listener_;
+  Outcome outcome_;
 };
 
 }  // namespace c10d_ext

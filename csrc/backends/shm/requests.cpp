@@ -129,8 +129,8 @@ ShmBackend::WorkPtr ShmBackend::launch(const Call& call, OperationPtr operation)
   if (C10_UNLIKELY(settings_.call_sites)) {
     operation->request.call_site = call_site();
   }
-  if (C10_UNLIKELY(batching_.load(std::memory_order_relaxed)) && call.delivery != Delivery::Op) {
-    std::lock_guard lock(batch_mutex_);
+  if (C10_UNLIKELY(is_coalescing()) && call.delivery != Delivery::Op) {
+    const std::lock_guard lock(coalescing_mutex_);
     operation->hold();
     operation->note_writes();
     operation->request.async = true;
@@ -232,41 +232,54 @@ ShmBackend::WorkPtr ShmBackend::broadcast_from(const Call& call, at::TensorList 
   return launch(call, std::move(operation));
 }
 
-ShmBackend::WorkPtr ShmBackend::all_gather(const Call& call, at::TensorList sources,
-                                           at::TensorList outs) {
+// What has parts, which are not all the same: each is read and written where it is.
+ShmBackend::WorkPtr ShmBackend::move(const Call& call, const CollectiveRequest& request,
+                                     at::TensorList sources) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  auto operation = make(call, OpType::AllGather);
-  for (size_t i = 0; i < outs.size(); ++i) {
-    operation->set_dtype(outs[i]);
-    operation->read(0, sources[i]);
-    operation->write_evenly(outs[i]);
-    operation->add_shape(sources[i]);
+  const at::TensorList outs = request.outs;
+  const OpType type = request.type;
+  auto operation = request.reduction != nullptr
+                       ? make(call, type, *request.reduction, outs.front().scalar_type())
+                       : make(call, type);
+  shm::Request& moved = operation->request;
+  const bool is_root = rank_ == request.root;
+  moved.root = static_cast<int>(request.root);
+  // What comes from all ranks, or goes to all of them, is divided; so is what the root has of all.
+  const bool divides_sources =
+      type == OpType::ReduceScatter || type == OpType::AllToAll || type == OpType::Scatter;
+  const bool divides_outs =
+      type == OpType::AllGather || type == OpType::AllToAll || type == OpType::Gather;
+  const bool reads = type != OpType::Scatter || is_root;
+  const bool writes = type != OpType::Gather || is_root;
+  if (is_root && divides_sources) {
+    moved.sources.resize(size_);
   }
-  operation->add_members(sources);
-  return launch(call, std::move(operation));
-}
-
-ShmBackend::WorkPtr ShmBackend::scatter_reduced(const Call& call, at::TensorList sources,
-                                                at::TensorList outs, const Reduction& reduction) {
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  auto operation = make(call, OpType::ReduceScatter, reduction, outs.front().scalar_type());
-  for (size_t i = 0; i < outs.size(); ++i) {
-    operation->read_evenly(sources[i]);
-    operation->write(0, outs[i]);
-    operation->add_shape(outs[i]);
+  if (is_root && divides_outs) {
+    moved.targets.resize(size_);
   }
-  operation->add_members(outs);
-  return launch(call, std::move(operation));
-}
-
-ShmBackend::WorkPtr ShmBackend::exchange(const Call& call, const at::Tensor& source,
-                                         const at::Tensor& out, c10::IntArrayRef source_sizes,
-                                         c10::IntArrayRef out_sizes) {
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  auto operation = make(call, OpType::AllToAll);
-  operation->set_dtype(out);
-  operation->read_split(source, source_sizes);
-  operation->write_split(out, out_sizes);
+  if (request.reduction == nullptr) {
+    // Of what every rank has.
+    for (const auto& t : type == OpType::Scatter ? outs : sources) {
+      operation->set_dtype(t);
+    }
+  }
+  if (reads) {
+    operation->read_all(sources, divides_sources, request.source_parts, request.source_sizes);
+  }
+  if (writes) {
+    operation->write_all(outs, divides_outs, request.out_parts, request.out_sizes);
+  }
+  // Exchanges are of rows, of which the ranks may have other numbers, as uneven parts are.
+  if (type != OpType::AllToAll && request.source_sizes.empty() && request.out_sizes.empty()) {
+    const bool tells_parts = type == OpType::AllGather && request.out_parts;
+    const bool tells_sources = type == OpType::AllGather || type == OpType::Gather;
+    for (const auto& t : tells_sources && !tells_parts ? sources : outs) {
+      operation->add_shape(t);
+    }
+  }
+  if (request.is_list) {
+    operation->add_members(type == OpType::AllGather ? sources : outs);
+  }
   return launch(call, std::move(operation));
 }
 
@@ -291,6 +304,37 @@ bool is_read_in_place(const at::Tensor& source, const at::Tensor& out) {
          source.storage().is_alias_of(out.storage());
 }
 
+// What its work says it is.
+c10d::OpType type_of(const CollectiveRequest& request) {
+  switch (request.type) {
+    case OpType::AllReduce:
+      return c10d::OpType::ALLREDUCE;
+    case OpType::Reduce:
+      return c10d::OpType::REDUCE;
+    case OpType::Broadcast:
+      return c10d::OpType::BROADCAST;
+    case OpType::AllGather:
+      return request.out_sizes.empty() ? c10d::OpType::_ALLGATHER_BASE : c10d::OpType::ALLGATHER;
+    case OpType::ReduceScatter:
+      return request.source_sizes.empty() ? c10d::OpType::_REDUCE_SCATTER_BASE
+                                          : c10d::OpType::REDUCE_SCATTER;
+    case OpType::AllToAll:
+      return c10d::OpType::ALLTOALL_BASE;
+    case OpType::Gather:
+      return c10d::OpType::GATHER;
+    case OpType::Scatter:
+      return c10d::OpType::SCATTER;
+    case OpType::Barrier:
+      return c10d::OpType::BARRIER;
+    case OpType::SparseAllReduce:
+      return c10d::OpType::_ALLREDUCE_SPARSE;
+    case OpType::Send:
+    case OpType::Recv:
+      break;
+  }
+  return c10d::OpType::UNKNOWN;
+}
+
 bool tell_when_settled(c10d::Work& work, std::function<void(std::exception_ptr)> over) {
   static_cast<ShmWork&>(work).operation().when_settled(std::move(over));
   return true;
@@ -307,6 +351,7 @@ const Capabilities& ShmBackend::capabilities() const {
     can.reduces_avg = can.reduces_avg_to_one = true;
     can.reduces_low_precision = true;
     can.gathers_uneven = true;
+    can.sums_in_rank_order = true;
     can.times_works = true;
     can.sends_any_tensor = true;
     return can;
@@ -334,7 +379,8 @@ void ShmBackend::post(const Group& group, const CollectiveRequest& request) {
   }
   WorkInfo done;
   const WorkPtr work =
-      start(request, snapshots.empty() ? sources : at::TensorList(snapshots), &done);
+      start({request.op, type_of(request), Call::Delivery::Op, c10d::kUnsetTimeout, &done}, request,
+            snapshots.empty() ? sources : at::TensorList(snapshots));
   if (!work) {
     note_over(outs.front(), done);
     return;
@@ -354,82 +400,56 @@ void ShmBackend::post(const Group& group, const CollectiveRequest& request) {
   attach(request.op, group, outs, work, std::move(finish), &tell_when_settled);
 }
 
-ShmBackend::WorkPtr ShmBackend::start(const CollectiveRequest& request, at::TensorList sources,
-                                      WorkInfo* done) {
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
+ShmBackend::WorkPtr ShmBackend::run(const MethodCall& call, const CollectiveRequest& request) {
+  return start(Call::of(call), request, request.sources);
+}
+
+ShmBackend::WorkPtr ShmBackend::start(const Call& call, const CollectiveRequest& request,
+                                      at::TensorList sources) {
   const at::TensorList outs = request.outs;
-  const auto call_as = [&](c10d::OpType type) {
-    return Call{request.op, type, Call::Delivery::Op, c10d::kUnsetTimeout, done};
-  };
   switch (request.type) {
     case OpType::AllReduce:
-      return all_reduce(call_as(c10d::OpType::ALLREDUCE), sources, outs, *request.reduction);
+      return all_reduce(call, sources, outs, *request.reduction);
     case OpType::Reduce:
-      return reduce_to(call_as(c10d::OpType::REDUCE), sources[0], outs[0], *request.reduction,
-                       request.root);
+      return reduce_to(call, sources[0], outs[0], *request.reduction, request.root);
     case OpType::Broadcast:
-      return broadcast_from(call_as(c10d::OpType::BROADCAST), sources, outs, request.root);
-    case OpType::AllGather: {
-      if (request.out_sizes.empty()) {
-        return all_gather(call_as(c10d::OpType::_ALLGATHER_BASE), sources, outs);
-      }
-      const Call call = call_as(c10d::OpType::ALLGATHER);
-      auto operation = make(call, OpType::AllGather);
-      operation->set_dtype(outs[0]);
-      operation->read(0, sources[0]);
-      operation->write_split(outs[0], request.out_sizes);
-      return launch(call, std::move(operation));
-    }
-    case OpType::ReduceScatter: {
-      if (request.source_sizes.empty()) {
-        return scatter_reduced(call_as(c10d::OpType::_REDUCE_SCATTER_BASE), sources, outs,
-                               *request.reduction);
-      }
-      const Call call = call_as(c10d::OpType::REDUCE_SCATTER);
-      auto operation = make(call, OpType::ReduceScatter, *request.reduction, outs[0].scalar_type());
-      operation->read_split(sources[0], request.source_sizes);
-      operation->write(0, outs[0]);
-      return launch(call, std::move(operation));
-    }
+      return broadcast_from(call, sources, outs, request.root);
+    case OpType::AllGather:
+    case OpType::ReduceScatter:
     case OpType::AllToAll:
-      return exchange(call_as(c10d::OpType::ALLTOALL_BASE), sources[0], outs[0],
-                      request.source_sizes, request.out_sizes);
-    case OpType::Gather: {
-      const Call call = call_as(c10d::OpType::GATHER);
-      auto operation = make(call, OpType::Gather);
-      operation->request.root = static_cast<int>(request.root);
-      operation->set_dtype(sources[0]);
-      operation->read(0, sources[0]);
-      operation->add_shape(sources[0]);
-      if (rank_ == request.root) {
-        operation->request.targets.resize(size_);
-        operation->write_evenly(outs[0]);
-      }
-      return launch(call, std::move(operation));
-    }
-    case OpType::Scatter: {
-      const Call call = call_as(c10d::OpType::SCATTER);
-      auto operation = make(call, OpType::Scatter);
-      operation->request.root = static_cast<int>(request.root);
-      operation->set_dtype(outs[0]);
-      if (rank_ == request.root) {
-        operation->request.sources.resize(size_);
-        operation->read_evenly(sources[0]);
-      }
-      operation->write(0, outs[0]);
-      operation->add_shape(outs[0]);
-      return launch(call, std::move(operation));
-    }
-    case OpType::Barrier: {
-      const Call call = call_as(c10d::OpType::BARRIER);
+    case OpType::Gather:
+    case OpType::Scatter:
+      return move(call, request, sources);
+    case OpType::Barrier:
       return launch(call, make(call, OpType::Barrier));
-    }
     case OpType::SparseAllReduce:
+      return all_reduce_sparse(call, outs[0], *request.reduction);
     case OpType::Send:
     case OpType::Recv:
       break;
   }
-  TORCH_INTERNAL_ASSERT(false, request.op, ": no request of this type is posted");
+  TORCH_INTERNAL_ASSERT(false, request.op, ": no request of this type is started");
+}
+
+ShmBackend::WorkPtr ShmBackend::run(const MethodCall& call, const Message& message) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const Call mine = Call::of(call);
+  auto operation = make(mine, message.sends ? OpType::Send : OpType::Recv);
+  operation->request.peer = static_cast<int>(message.peer);
+  operation->request.tag = static_cast<int>(message.tag);
+  operation->set_dtype(message.tensor);
+  if (message.sends) {
+    operation->read(0, message.tensor);
+  } else {
+    operation->write(0, message.tensor);
+  }
+  return launch(mine, std::move(operation));
+}
+
+// The failure of a barrier names all the ranks that are missing, whether asked for all or one.
+void ShmBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool /*wait_all_ranks*/) {
+  const Call call{"monitored_barrier", c10d::OpType::BARRIER, Call::Delivery::Sync, opts.timeout};
+  launch(call, make(call, OpType::Barrier));
 }
 
 }  // namespace c10d_ext

@@ -1,0 +1,151 @@
+#pragma once
+
+// What this rank has called and what is not over, as any thread of it and the agreement's own know
+// it. No torch in here, and no connection.
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "backends/checked/protocol.h"
+#include "backends/checked/roster.h"
+#include "base/errors.h"
+#include "base/fingerprint.h"
+
+namespace c10d_ext {
+
+// A collective, or one end of a message.
+struct OpenCall {
+  std::string op;
+  std::optional<int64_t> tag;  // of a message
+  std::chrono::milliseconds timeout;
+  std::function<void(uint64_t)> begin;  // with the peer of a message, else the number
+  std::function<void(const Failure&)> fail;
+  std::chrono::steady_clock::time_point late{};  // when it has taken too long, as far as is known
+  bool asked = false;                            // rank 0, what is the matter
+};
+
+class OpenCalls {
+ public:
+  using Clock = std::chrono::steady_clock;
+  using Milliseconds = std::chrono::milliseconds;
+  using Begin = std::pair<uint64_t, std::function<void(uint64_t)>>;
+  using Asked = std::pair<Says, uint64_t>;  // what, and of which collective or message
+
+  static constexpr auto kNever = Clock::time_point::max();
+  static constexpr char kDestroyed[] = "the group must be alive, got a destroyed one";
+
+  // Something to say about collective, or message, `seq`.
+  struct News {
+    uint64_t seq;
+    Says kind;
+    Payload words;
+  };
+  struct Failed {
+    OpenCall call;
+    Failure failure;
+  };
+
+  // `roster` outlives this. `verdict`: what rank 0 has to find out what is the matter.
+  OpenCalls(const Roster& roster, Milliseconds verdict) : roster_(roster), verdict_(verdict) {}
+
+  // --- From any thread --------------------------------------------------------------------------
+
+  // Its number among this rank's collectives, or messages, which follows `words` in what is to be
+  // said; with its failure where the group is of no more use.
+  std::pair<uint64_t, std::optional<Failed>> enter(Says kind, Payload words, OpenCall call);
+  void add_news(News news);
+  // The data of number `seq` is there. Whether another one may begin now.
+  bool done(uint64_t seq);
+  uint64_t count() const;
+  // Why number `seq` cannot be done any more; waits that long for somebody to know it.
+  std::optional<Failure> failure(const std::string& op, uint64_t seq, Milliseconds within) const;
+  std::optional<End> end() const;
+  // Where a collective has failed after it was begun.
+  bool has_abandoned() const;
+  void expect_answer(Asked asked);
+  // None where it does not come in time.
+  std::optional<Difference> answer(Asked asked, Milliseconds within);
+  void wait_for_end(Milliseconds within) const;
+  // Nothing is entered from here on. What is there has `grace` to end, where there is any.
+  void leave(std::optional<Milliseconds> grace);
+  void wait_until_left() const;
+
+  Failure closed(const std::string& op, uint64_t seq, const std::string& text) const;
+
+  // --- From the agreement's thread --------------------------------------------------------------
+
+  bool is_leaving() const;
+  // When something that runs or waits is late.
+  Clock::time_point next_late() const;
+  std::vector<News> take_news();
+  // Its data does not come. Whether rank 0 is to be asked why.
+  bool break_off(uint64_t seq);
+
+  struct Late {
+    std::vector<std::pair<Says, Payload>> questions;  // to rank 0
+    std::string unanswered;                           // what rank 0 says nothing about
+  };
+  // `is_root_stopped` is asked where something is late.
+  Late take_late(Clock::time_point now, const std::function<bool()>& is_root_stopped);
+
+  void go(uint64_t seq);
+  void take_answer(Asked asked, Difference who);
+  // From here on the inner backend knows of the message, and of its end.
+  void grant(uint64_t number, uint64_t peer);
+  void deny_collective(uint64_t seq, ErrorKind kind, const Difference& why);
+  void deny_message(uint64_t number, ErrorKind kind, const Difference& why);
+  // The group is of no more use. The first reason stays.
+  void finish(End end);
+
+  // Messages to begin, and what has failed.
+  std::pair<std::vector<Begin>, std::vector<Failed>> take_settled();
+  // The collectives of a group run one after the other, in the order of their calls.
+  std::optional<Begin> next_to_begin();
+  void notify() const;
+  // All that is left, which fails.
+  std::vector<Failed> close();
+  void set_left();
+
+ private:
+  using Calls = std::map<uint64_t, OpenCall>;
+
+  Failure failure_of(ErrorKind kind, const std::string& op, uint64_t seq, const std::string& text,
+                     std::vector<int> ranks) const;
+  Failure told(const std::string& op, uint64_t seq, const std::optional<int64_t>& tag) const;
+  void deny(Calls& calls, uint64_t seq, ErrorKind kind, const Difference& why);
+
+  const Roster& roster_;
+  const Milliseconds verdict_;
+
+  mutable std::mutex mutex_;
+  mutable std::condition_variable changed_;
+  // Guarded by mutex_ from here on.
+  uint64_t count_ = 0;
+  uint64_t posted_ = 0;
+  bool leaving_ = false;
+  bool has_left_ = false;
+  bool abandoned_ = false;
+  std::vector<News> news_;
+  Calls waiting_;  // for the other ranks to call it
+  Calls running_;
+  Calls messages_;  // that wait for their other ends
+  // Nothing that waits is late before.
+  Clock::time_point soonest_ = kNever;
+  // The answer once it is there.
+  std::map<Asked, std::optional<Difference>> asked_;
+  std::deque<Begin> begins_;  // agreed on, in their order
+  std::vector<Begin> grants_;
+  std::vector<Failed> fails_;
+  std::optional<End> end_;
+};
+
+}  // namespace c10d_ext
