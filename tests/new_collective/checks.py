@@ -20,12 +20,15 @@ class Shift(Collective):
 
     def reference(self, case: Case, xs: list[Tensor]) -> list[Tensor]:
         (offset,) = case.args[0]
-        return [xs[(r - offset) % len(xs)] * 1 for r in range(len(xs))]
+        moved = [xs[(r - offset) % len(xs)] for r in range(len(xs))]
+        return [x * 1 for x in moved] if xs[0].requires_grad else moved
 
     def bad_calls(self, n: int, rank: int) -> Iterable[Bad]:
         yield Bad(lambda ops, group: ops.shift(torch.ones(2), 1, "nope"), "got 'nope'")
-        spread = torch.ones(1).expand(2)
-        yield Bad(lambda ops, group: ops.shift_(spread, 1, group), "at a place of its own")
+        yield Bad(
+            lambda ops, group: ops.shift_(torch.ones(1).expand(2), 1, group),
+            "at a place of its own",
+        )
 
 
 COLLECTIVE = Shift()

@@ -87,11 +87,9 @@ class RequestBackend : public SplittableBackend,
                           std::move(global_ranks)),
         ArgumentChecks(place, options_.backend) {}
 
-  // Starts it and gives its work; null where the call is not async, of one that is complete on
-  // return. The request's tensors are the caller's and are read when the collective begins: what it
-  // waits for may write them. Lists of parts are of any sizes, and those of a list may have several
-  // dtypes; no sizes are empty on all ranks for sure but those of is_empty(). Tensors of a sparse
-  // layout come as SparseAllReduce.
+  // Starts the call and returns its work; null where the call is not async, once it is complete.
+  // The tensors are the caller's, and are read when the collective begins: an earlier one may still
+  // write them. Parts may differ in size, and the tensors of a list in dtype.
   virtual WorkPtr run(const MethodCall& call, const CollectiveRequest& request) = 0;
   virtual WorkPtr run(const MethodCall& call, const Message& message) = 0;
 

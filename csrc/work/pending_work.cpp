@@ -1,0 +1,356 @@
+#include "work/pending_work.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <cmath>
+
+#include "base/gil.h"
+#include "base/progress_handoff.h"
+
+namespace c10d_ext {
+
+namespace {
+
+float milliseconds_since(std::chrono::steady_clock::time_point begun) {
+  return std::chrono::duration<float, std::milli>(std::chrono::steady_clock::now() - begun).count();
+}
+
+}  // namespace
+
+void PendingWork::enlist() {
+  const auto self = PendingWorkPtr::reclaim_copy(this);
+  for (const auto& output : outputs_) {
+    WorkTable::get().add(storage_of(output), self);
+    c10d::register_work(output, self);
+  }
+  complete_by_itself();
+}
+
+void PendingWork::complete_by_itself() {
+  if (subscribe_ != nullptr) {
+    // The backend's work holds the callback, the callback this work, and this work the
+    // backend's: complete() breaks the circle.
+    const auto self = PendingWorkPtr::reclaim_copy(this);
+    const auto inner = inner_;
+    subscribed_ =
+        subscribe_(*inner, [self](std::exception_ptr error) { self->complete(std::move(error)); });
+  }
+}
+
+void PendingWork::enlist_message() {
+  if (isCompleted() && is_done()) {
+    report();
+    return;
+  }
+  const auto self = PendingWorkPtr::reclaim_copy(this);
+  const at::Tensor tensor = result().at(0);
+  WorkTable::get().add(storage_of(tensor), self);
+  c10d::register_work(tensor, self);
+  if (cpu_) {
+    // What nobody waits for goes by itself. It may be over by now, and then calls at once.
+    getFuture();
+    subscribed_ = true;
+  }
+}
+
+bool PendingWork::isCompleted() {
+  const auto inner = running();
+  if (inner == nullptr) {
+    return true;
+  }
+  if (!inner->isCompleted()) {
+    return false;
+  }
+  if (cpu_) {
+    complete(inner->exception());
+  }
+  return true;
+}
+
+bool PendingWork::isSuccess() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return inner_ == nullptr ? error_ == nullptr : inner_->isSuccess();
+}
+
+std::exception_ptr PendingWork::exception() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return inner_ == nullptr ? error_ : inner_->exception();
+}
+
+bool PendingWork::wait(std::chrono::milliseconds timeout) {
+  keep_to_capture();
+  if (const auto inner = running()) {
+    std::exception_ptr error;
+    try {
+      without_gil([&] { inner->wait(timeout); });
+    } catch (const pybind11::error_already_set& e) {
+      if (is_interrupt(e)) {
+        throw;  // what it waits for goes on, or has just come to its end
+      }
+      complete(std::current_exception());
+      throw;
+    } catch (...) {
+      error = std::current_exception();
+      // A wait that timed out leaves the collective in flight.
+      if (cpu_ && !inner->isCompleted()) {
+        std::rethrow_exception(text_.described(error));
+      }
+    }
+    complete(error);
+  }
+  follow_completion();
+  report();
+  return true;
+}
+
+bool PendingWork::is_lost_capture() {
+  if (capture_ == 0 || capture_on(device_) == capture_) {
+    return false;
+  }
+  complete(lost_capture());
+  return true;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> PendingWork::getFuture() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      inner_ == nullptr || subscribe_ == nullptr || subscribed_, text_.op(),
+      ": the work of the group's backend must have a future, got one without; use wait()",
+      text_.place());
+  if (!future_) {
+    std::vector<c10::Device> devices;
+    if (!cpu_) {
+      devices.push_back(outputs_.front().device());
+    }
+    future_ = c10::make_intrusive<c10::ivalue::Future>(
+        c10::ListType::create(c10::TensorType::get()), devices);
+    if (inner_ == nullptr) {
+      const auto future = future_;
+      lock.unlock();
+      settle(future);
+      return future;
+    }
+    if (is_message_ && cpu_) {
+      const auto self = PendingWorkPtr::reclaim_copy(this);
+      const auto inner = inner_;
+      const auto future = future_;
+      lock.unlock();
+      subscribe_to_future(*inner,
+                          [self](std::exception_ptr error) { self->complete(std::move(error)); });
+      return future;
+    }
+    if (!cpu_) {
+      const auto future = future_;
+      lock.unlock();
+      complete_on_device();
+      return future;
+    }
+  }
+  return future_;
+}
+
+int PendingWork::sourceRank() const {
+  const auto inner = running();
+  return static_cast<int>(source_rank_ >= 0 || !inner ? source_rank_.load() : inner->sourceRank());
+}
+
+uint64_t PendingWork::getSequencenumber() const {
+  TORCH_CHECK(sequence_number_ >= 0, text_.op(),
+              ": the backend must number what it does, got one that ", "does not", text_.place());
+  return sequence_number_;
+}
+
+float PendingWork::getDuration() const {
+  if (const auto inner = running()) {
+    TORCH_CHECK(!begun_, text_.op(),
+                ": getDuration must be asked once the work is complete, got one ", "in flight",
+                text_.place());
+    return inner->getDuration();
+  }
+  TORCH_CHECK(!std::isnan(milliseconds_), text_.op(),
+              ": the backend must time what it does, got one ", "that does not", text_.place());
+  return milliseconds_;
+}
+
+bool PendingWork::hand_out() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  handed_out_ = true;
+  return inner_ != nullptr || !outputs_.empty();
+}
+
+bool PendingWork::has_unreported_error() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return error_ != nullptr && !reported_;
+}
+
+void PendingWork::note_sequence_number() {
+  try {
+    sequence_number_ = static_cast<int64_t>(inner_->getSequencenumber());
+  } catch (const std::exception&) {
+    // It counts nothing.
+  }
+}
+
+void PendingWork::report() {
+  std::exception_ptr error;
+  std::vector<at::Tensor> outputs;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    error = error_;
+    if (error && !reported_) {
+      reported_ = true;
+      outputs = outputs_;
+    }
+  }
+  for (const auto& output : outputs) {
+    WorkTable::get().remove(storage_of(output), this);
+  }
+  if (error) {
+    std::rethrow_exception(error);
+  }
+}
+
+void PendingWork::complete_on_device() {
+  const c10::impl::VirtualGuardImpl device(device_.type());
+  std::optional<c10::StreamGuard> aside;
+  if (capture_on(device_) == 0) {
+    aside.emplace(device.getStreamFromGlobalPool(device_, /*isHighPriority=*/false));
+  }
+  try {
+    wait(kNoTimeout);
+  } catch (...) {
+    // The future has it.
+  }
+}
+
+std::exception_ptr PendingWork::lost_capture() const {
+  return std::make_exception_ptr(c10::Error(
+      {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+      "a wait outside the CUDA graph capture that it was started in: wait for it there"));
+}
+
+void PendingWork::keep_to_capture() {
+  if (cpu_ || is_done()) {
+    return;
+  }
+  const uint64_t here = capture_on(device_);
+  if (here == capture_) {
+    return;
+  }
+  if (capture_ != 0) {
+    complete(lost_capture());
+    return;
+  }
+  C10_THROW_ERROR(
+      Error, text_.with_cause("a wait in a CUDA graph capture, and it was started before that: "
+                              "wait for it before the capture"));
+}
+
+void PendingWork::follow_completion() {
+  if (cpu_) {
+    return;
+  }
+  DeviceCompletionPtr completion;
+  {
+    std::lock_guard<std::mutex> lock(finish_mutex_);
+    completion = completion_;
+  }
+  if (completion) {
+    completion->follow();
+  }
+}
+
+void PendingWork::note_completion() {
+  std::vector<at::Tensor> outputs;
+  {
+    std::lock_guard<std::mutex> state(mutex_);
+    outputs = outputs_;
+  }
+  completion_ = std::make_shared<const DeviceCompletion>(device_, capture_);
+  for (const auto& output : outputs) {
+    used_here(output);
+    DeviceCompletions::get().add(storage_of(output), completion_);
+  }
+}
+
+void PendingWork::complete(std::exception_ptr error) {
+  // Destroyed last, without the lock: freeing a tensor may need the GIL, whose holder may be
+  // waiting for the lock.
+  Finish finish;
+  std::unique_lock<std::mutex> lock(finish_mutex_);
+  if (is_done()) {
+    return;
+  }
+  finish.swap(finish_);
+  if (!error && (finish || !cpu_)) {
+    try {
+      at::AutoDispatchBelowADInplaceOrView below_autograd;
+      if (finish) {
+        finish();
+      }
+      if (!cpu_) {
+        note_completion();
+      }
+    } catch (...) {
+      error = std::current_exception();
+    }
+  }
+  c10::intrusive_ptr<c10d::Work> inner;
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  std::vector<at::Tensor> outputs;
+  {
+    std::lock_guard<std::mutex> state(mutex_);
+    inner.swap(inner_);
+    writes_.clear();
+    error_ = error ? text_.described(error) : nullptr;
+    if (timed_ && !error_) {
+      milliseconds_ = inner->getDuration();
+    } else if (begun_ && !error_) {
+      milliseconds_ = milliseconds_since(*begun_);
+    }
+    future = future_;
+    if (is_message_) {
+      --messages_in_flight;
+      if (!error_ && source_rank_ < 0 && retrieveOpType() == c10d::OpType::RECVANYSOURCE) {
+        source_rank_ = inner->sourceRank();
+      }
+    }
+    if (!error_) {
+      // Kept on failure, so that the storages stay known as the ones that never got their data.
+      outputs = outputs_;
+      // Of a caller's work result() and a later future have them.
+      if (!future_ && !begun_ && !handed_out_) {
+        outputs_.clear();
+      }
+    }
+  }
+  lock.unlock();
+  for (const auto& output : outputs) {
+    WorkTable::get().remove(storage_of(output), this);
+  }
+  if (future) {
+    settle(future);
+  }
+}
+
+void PendingWork::settle(const c10::intrusive_ptr<c10::ivalue::Future>& future) {
+  std::exception_ptr error;
+  std::vector<at::Tensor> outputs;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    error = error_;
+    outputs = outputs_;
+  }
+  const ProgressHandoff handoff;
+  if (error) {
+    future->setErrorIfNeeded(error);
+  } else if (!future->completed()) {
+    future->markCompleted(c10::IValue(outputs));
+  }
+}
+
+}  // namespace c10d_ext
