@@ -20,7 +20,9 @@ import torch_c10d_ext
 import torch_c10d_ext.distributed as ours
 from tests.contract import Report, calls_in, verify
 from tests.harness import run, values
+from tests.harness.crew import crew
 from tests.harness.worker import FALLBACK
+from tests.optimizer.graphs import join_fake_world
 from torch_c10d_ext import functional
 
 BACKENDS = ("gloo", "shm")
@@ -802,6 +804,92 @@ def _beside_collectives() -> None:
 def test_beside_collectives() -> None:
     for backend in BACKENDS:
         run(2, _beside_collectives, backend=backend, deadline=DEADLINE)
+
+
+def _last_first(seen: list[tuple[list[str], list[str]]]) -> Any:
+    """A schedule as far from the program's as dependencies allow; notes the order of kernels."""
+    from torch._inductor import ir
+
+    def kernels(nodes: list[Any]) -> list[str]:
+        return [n.node.get_name() for n in nodes if isinstance(n.node, ir._CollectiveKernel)]
+
+    def reordered(nodes: list[Any]) -> list[Any]:
+        made = {name: n for n in nodes for name in n.get_buffer_names()}
+        place = {n: k for k, n in enumerate(nodes)}
+        left = {n: {made[d.name] for d in n.unmet_dependencies if d.name in made} for n in nodes}
+        order: list[Any] = []
+        while left:
+            node = max((n for n, needs in left.items() if not needs - {n}), key=place.__getitem__)
+            del left[node]
+            order.append(node)
+            for needs in left.values():
+                needs.discard(node)
+        assert order != nodes
+        seen.append((kernels(nodes), kernels(order)))
+        return order
+
+    return reordered
+
+
+class _Lost(dict[str, Any]):
+    """Takes dependencies, and forgets them."""
+
+    def __missing__(self, name: str) -> set[str]:
+        return set()
+
+
+def _order_without_edges() -> None:
+    """Effect edges that Inductor loses (pytorch#189209) leave messages in their order."""
+    from torch._inductor import comms
+    from torch._inductor.graph import GraphLowering
+
+    join_fake_world(2)
+
+    def program(x: Tensor) -> tuple[Tensor, ...]:
+        a, b, total = torch.empty_like(x), torch.empty_like(x), x * 1
+        works = [ours.isend(x * 2, 1), ours.irecv(a, 1)]
+        reduced = ours.all_reduce(total, async_op=True)
+        for work in works:
+            work.wait()
+        ours.send(x + 1, 1)
+        ours.recv(b, 1)
+        reduced.wait()
+        return a, b, total
+
+    def orders(edges: bool, kernels: bool) -> tuple[list[str], list[str]]:
+        seen: list[tuple[list[str], list[str]]] = []
+        make = GraphLowering.__init__
+
+        def make_without(self: Any, *args: Any, **kwargs: Any) -> None:
+            make(self, *args, **kwargs)
+            self.additional_star_deps = _Lost()
+
+        torch._dynamo.reset()
+        with pytest.MonkeyPatch.context() as patch:
+            if not edges:
+                patch.setattr(GraphLowering, "__init__", make_without)
+            if not kernels:
+                patch.setattr(comms, "decide_global_ordering_of_comms", lambda nodes, *rest: nodes)
+            changes = {"_post_fusion_custom_pass": _last_first(seen), "fx_graph_cache": False}
+            with torch._inductor.config.patch(changes):
+                torch.compile(program, fullgraph=True)(torch.ones(4))
+        (found,) = seen
+        # Four starts and four waits of messages, one of two at once, and a collective.
+        assert len(found[0]) >= 9
+        return found
+
+    for edges in (True, False):
+        told, took = orders(edges, kernels=True)
+        assert told == took
+    # Each of the two keeps the order; without both, this schedule changes it.
+    told, took = orders(edges=False, kernels=False)
+    assert told != took
+
+
+def test_messages_keep_their_order_where_effect_edges_are_lost() -> None:
+    with crew(1, "gloo") as made:
+        made.start(0, _order_without_edges)
+        made.result(0, deadline=DEADLINE)
 
 
 def _leaves_the_graph() -> None:

@@ -23,6 +23,7 @@ sums         ``all_reduce(a) + all_reduce(b) = all_reduce(a + b)``; only where r
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
@@ -270,7 +271,7 @@ class _Evaluation:
         is_view = bool(viewed) and not written and has_result
         # A view is an address: it reads nothing yet.
         key: Any = (
-            str(op),
+            _text(op),
             self._value(node.args, address=is_view),
             self._value(node.kwargs, address=is_view),
         )
@@ -297,10 +298,10 @@ class _Evaluation:
         moved = (
             terms.collective(values[0], "all_gather_into_tensor", "broadcast") if values else None
         )
-        if moved is not None and str(op) in _CASTS and all(k == "dtype" for k, _ in named):
+        if moved is not None and _text(op) in _CASTS and all(k == "dtype" for k, _ in named):
             inner = terms.number((key[0], (moved[3], *values[1:]), named), node.name)
             return self._replace([values[0]], (*moved[:3], inner), f"{moved[1]} of {node.name}")
-        if terms.rounding and str(op) == "aten.add.Tensor" and not named and len(values) == 2:
+        if terms.rounding and _text(op) == "aten.add.Tensor" and not named and len(values) == 2:
             pair = [terms.collective(v, "all_reduce") for v in values]
             a, b = pair
             if a is not None and b is not None and a[:3] == b[:3] and ("reduce_op", _SUM) in a[2]:
@@ -454,17 +455,13 @@ class _Evaluation:
 
     def _aliases(self, node: Node, op: Any) -> tuple[list[Node], list[Node]]:
         """The arguments that an op writes, and those that its result may be a view of."""
-        arguments = dict(zip([a.name for a in op._schema.arguments], node.args, strict=False))
-        arguments.update(node.kwargs)
-        written: list[Node] = []
-        viewed: list[Node] = []
-        results = any(r.alias_info is not None for r in op._schema.returns)
-        for a in op._schema.arguments:
-            if a.alias_info is not None:
-                if a.alias_info.is_write:
-                    written += _nodes(arguments.get(a.name))
-                elif results:
-                    viewed += _nodes(arguments.get(a.name))
+        writes, views = _alias_names(op)
+        if not writes and not views:
+            return [], []
+        names = [a.name for a in op._schema.arguments]
+        arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        written = [n for name in writes for n in _nodes(arguments.get(name))]
+        viewed = [n for name in views for n in _nodes(arguments.get(name))]
         return written, viewed
 
     def _check_landed(self, node: Node, given: Iterable[Node]) -> None:
@@ -517,7 +514,7 @@ def peak_bytes(graph: Graph, bytes_of: Callable[[torch.Tensor], int]) -> float:
                 alias = getattr(op, "_schema", None) is not None and any(
                     r.alias_info is not None for r in op._schema.returns
                 )
-                is_wait = "wait_tensor" in str(op)
+                is_wait = "wait_tensor" in _text(op)
                 if (alias or is_wait or op is operator.getitem) and any(
                     storage_of[n] for n in given
                 ):
@@ -531,8 +528,8 @@ def peak_bytes(graph: Graph, bytes_of: Callable[[torch.Tensor], int]) -> float:
         used = set(mine)
         for n in given:
             used |= storage_of[n]
-        if node.op == "call_function" and str(node.target).startswith(_SPACES):
-            if "wait_tensor" in str(node.target):
+        if node.op == "call_function" and _text(node.target).startswith(_SPACES):
+            if "wait_tensor" in _text(node.target):
                 for address in set(used):
                     used |= reads.get(address, set())
             else:
@@ -559,6 +556,22 @@ def peak_bytes(graph: Graph, bytes_of: Callable[[torch.Tensor], int]) -> float:
 
 
 # --- small things --------------------------------------------------------------------------------
+
+
+@functools.cache
+def _alias_names(op: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The arguments that an op writes, and those that its result may be a view of."""
+    schema = op._schema
+    aliases = [(a.name, a.alias_info) for a in schema.arguments if a.alias_info is not None]
+    written = tuple(name for name, info in aliases if info.is_write)
+    if not any(r.alias_info is not None for r in schema.returns):
+        return written, ()
+    return written, tuple(name for name, info in aliases if not info.is_write)
+
+
+@functools.cache
+def _text(op: Any) -> str:
+    return str(op)
 
 
 def _val(node: Node) -> Any:
@@ -588,7 +601,7 @@ def _is_packet(target: Any) -> bool:
 
 
 def _is_collective_target(node: Node) -> bool:
-    return str(node.target).startswith(_SPACES)
+    return _text(node.target).startswith(_SPACES)
 
 
 def _is_higher_order(target: Any) -> bool:
