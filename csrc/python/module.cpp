@@ -18,6 +18,7 @@
 #include "control/rendezvous.h"
 #include "control/resolve_group.h"
 #include "frontend/async_tensor.h"
+#include "frontend/devices.h"
 #include "frontend/dispatch_state.h"
 #include "frontend/fast_call.h"
 #include "frontend/lazy/lazy.h"
@@ -218,6 +219,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_tally(m);
   bind_call_site(m);
   lazy::register_kernels();
+  register_kernels_of_devices();
 
   m.attr("torch_version") = C10D_EXT_TORCH_VERSION;
   m.attr("has_lazy") = lazy::is_built();

@@ -86,7 +86,7 @@ bool is_all_of_its_storage(const at::Tensor& t) {
 
 void leave_alone(std::string_view op, std::string_view group_name, const at::Tensor& t) {
   // Inference tensors count nothing.
-  if (!(t.is_cpu() || t.is_cuda()) || !t.has_storage() || t.is_inference() ||
+  if (t.is_meta() || !t.has_storage() || t.is_inference() ||
       t.key_set().has_any(c10::python_ks | c10::functorch_transforms_ks |
                           c10::DispatchKeySet(c10::DispatchKey::Functionalize))) {
     return;

@@ -156,7 +156,7 @@ bool may_query_device() {
   // Asking an event for its state would invalidate a CUDA graph under capture.
   return c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None;
 #else
-  return false;
+  return true;
 #endif
 }
 

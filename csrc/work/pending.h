@@ -106,8 +106,8 @@ c10::intrusive_ptr<c10d::Work> work_behind(const at::Tensor& t);
 // The class of these works in Python.
 void bind_works(pybind11::module_& m);
 
-// False while this thread's current stream is captured into a CUDA graph, and in a build without
-// CUDA.
+// False while this thread's current stream is captured into a CUDA graph: to ask an event for its
+// state would spoil that.
 bool may_query_device();
 
 // Works attached, and messages, neither completed nor waited for.

@@ -1,23 +1,16 @@
-"""The contract's checks with every op on CUDA tensors, a device per rank.
-
-The checks make CPU tensors and look at CPU tensors. In between, what an op is given goes to the
-rank's device and what it returns comes back, differentiably, as a user's program would do it.
-"""
+"""The contract's checks on CUDA tensors, a device per rank."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from tests import contract
-from tests.contract import Case, Collective
 from tests.harness import run
+from tests.harness.on_device import moved
 
 
 def device() -> torch.device:
@@ -27,43 +20,9 @@ def device() -> torch.device:
     return mine
 
 
-def _there(x: Tensor) -> Tensor:
-    return x.to(device())
-
-
-def _call(
-    c: Collective, form: str, case: Case, xs: Sequence[Tensor], outs: Sequence[Tensor] = ()
-) -> list[Tensor]:
-    there = [_there(x) for x in xs], [_there(out) for out in outs]
-    return [contract.wait(y).cpu() for y in contract.start(c, form, case, *there)]
-
-
-_plain_computation = contract.computation
-
-
-def _computation(c: Collective, form: str, case: Case) -> Callable[..., Any]:
-    f, mine = _plain_computation(c, form, case), device()
-
-    def on_cuda(*xs: Tensor) -> Any:
-        ys = f(*[x.to(mine) for x in xs])
-        return ys.cpu() if isinstance(ys, Tensor) else [y.cpu() for y in ys]
-
-    return on_cuda
-
-
-@contextlib.contextmanager
-def _moved() -> Iterator[None]:
-    with (
-        mock.patch.object(contract, "call", _call),
-        mock.patch.object(contract, "computation", _computation),
-    ):
-        yield
-
-
 def check(name: str, *args: Any) -> Any:
     """On the worker: the contract's check of this name."""
-    device()
-    with _moved():
+    with moved(device()):
         result = getattr(contract, name)(*args)
     torch.cuda.synchronize()
     return result
