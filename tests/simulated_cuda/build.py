@@ -24,6 +24,7 @@ from tests.simulated_cuda import stubs
 HERE = Path(__file__).resolve().parent
 FLAGS = ["-std=c++20", "-O2", "-g1", "-fPIC", "-Wall", "-Werror", "-fvisibility=hidden"]
 RUNTIME, DRIVER, NCCL = "libcudart.so.13", "libcuda.so.1", "libnccl.so.2"
+MANAGEMENT = "libnvidia-ml.so.1"
 KERNELS = "libsimulated_kernels.so"
 
 
@@ -124,6 +125,9 @@ def build(out: Path) -> None:
             symbols = {**dict.fromkeys(served_apis, ""), **symbols}
         needs = [f"-L{out}", f"-l:{RUNTIME}"] if library == NCCL else []
         builder.link(library, objects, stubs.version_script(symbols, extra), needs)
+    # Nothing links it: torch opens it by its name.
+    objects = builder.compile_all("management", [*FLAGS, *include])
+    builder.link(MANAGEMENT, objects, "{ global: nvml*; local: *; };\n")
     torch_include = [
         f"-isystem{torch / 'include'}",
         f"-isystem{torch / 'include/torch/csrc/api/include'}",

@@ -12,4 +12,4 @@ if not SIMULATED:
 
 @pytest.fixture(autouse=True)
 def _needs_the_simulation() -> None:
-    assert "/simulated_cuda/libcudart" in Path("/proc/self/maps").read_text()
+    assert "/cuda/simulated/libcudart" in Path("/proc/self/maps").read_text()

@@ -1,24 +1,32 @@
 """Takes the stream rules out of csrc, one by one, and shows that a test fails without each.
 
     make mutate-cuda
+    .venv-cuda/bin/python -m tests.simulated_cuda.mutate [numbers of mutants]
 
-Every wait for a stream, event, use of memory that is told to the allocator, device guard, question
-about captures and keep-alive is found by how it is written, and put under a switch that the
-environment variable C10D_EXT_MUTANT throws: one build serves all. A mutant is killed when a test
-fails, or does not come to an end. Survivors are listed, and the exit status is 1 when more than one
-in twenty survives.
+Every wait for a stream, event, use of memory that is told to the allocator, device guard,
+question about captures and keep-alive is found by how it is written, and put under a switch: one
+build serves all. The tests of streams, graphs and of what users do then run, on two ranks, with
+one switch thrown. A mutant is killed when a test fails, or does not come to an end. Survivors are
+listed, and the exit status is 1 when more than one in twenty survives. The fates are kept in
+build/cuda/mutants/fates.json, and those that are known are not sought again.
 """
 
 from __future__ import annotations
 
+import ctypes
+import importlib
+import itertools
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.simulated_cuda import run as simulated
 
@@ -27,8 +35,10 @@ TREE = ROOT / "build" / "cuda" / "mutants"
 PACKAGE = TREE / "lib"
 HERE = simulated.HERE
 # Of csrc. Backends of our own are the CPU's.
-DIRECTORIES = ("base", "work", "backends/adapter", "frontend", "ops")
-LIMIT = 240.0  # seconds a run of the tests may take
+DIRECTORIES = ("base", "work", "backends/adapter", "collectives", "frontend", "ops")
+LIMIT = 60.0  # seconds a test may take
+MODULES = ("test_streams", "test_graphs", "test_users")
+DELAYS = ("late:1", "random:2")
 
 # Statements that are left out. They begin their line.
 STATEMENTS = (
@@ -37,7 +47,10 @@ STATEMENTS = (
     r"(?:completion|found)->follow\(\);",
     r"event_\.(?:record|block)\([^;]*\);",
     r"(?:follow_completion|keep_to_capture|note_completion)\(\);",
-    r"device_guard_\.reset_device\([^;]*\);",
+    r"device_guard\.reset_device\([^;]*\);",
+    r"aside\.emplace\([^;]*\);",
+    r"complete_on_device\(\);",
+    r"complete\(lost_capture\(\)\);",
     r"mode\.emplace\([^;]*\);",
     r"without_gil\(\[&\] \{ inner->wait\(timeout\); \}\);",
     r"work->wait\(kNoTimeout\);",
@@ -55,14 +68,14 @@ EXPRESSIONS = (
     (r"adapter\.keep\(\w+\[i\]\[0\]\)", "Finish()"),
 )
 SWITCH = """#pragma once
-#include <cstdlib>
+#include <atomic>
 // Written by tests/simulated_cuda/mutate.py.
+inline std::atomic<int> chosen_mutant{-1};
 inline bool is_mutant(int number) {
-  static const int chosen = [] {
-    const char* text = std::getenv("C10D_EXT_MUTANT");
-    return text == nullptr ? -1 : std::atoi(text);
-  }();
-  return chosen == number;
+  return chosen_mutant == number;
+}
+extern "C" __attribute__((used, visibility("default"))) inline void c10d_ext_choose_mutant(int n) {
+  chosen_mutant = n;
 }
 """
 
@@ -73,8 +86,6 @@ class Mutant:
     file: str
     line: int
     text: str
-    fate: str = ""
-    seconds: float = 0.0
 
 
 def mutated(source: str, file: str, mutants: list[Mutant]) -> str:
@@ -140,52 +151,143 @@ def make_tree() -> list[Mutant]:
     return mutants
 
 
-def run_tests(delays: str, mutant: int, limit: float = LIMIT) -> str:
-    """What the stream tests say: "passed", "failed" or "hung"."""
-    environment = simulated.environment(delays, PACKAGE) | {"C10D_EXT_MUTANT": str(mutant)}
-    selection = ["-k", "not [1] and not [4]", *simulated.STREAMS]
-    command = [str(Path(sys.executable).parent / "pytest"), "-x", "-q", "--import-mode=append",
-               "-p", "no:cacheprovider", *selection]  # fmt: skip
-    log = TREE / f"{mutant}.log"
-    with open(log, "w") as out:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT
-        )
+def _python_in_tree() -> Path:
+    """This interpreter by a path that looks the same from the copy as from the source.
+
+    So ccache finds that what has no rules is compiled already.
+    """
+    environment = Path(sys.prefix)
+    link = TREE / environment.name
+    if not link.exists():
+        link.symlink_to(environment)
+    return link / "bin" / Path(sys.executable).name
+
+
+# --- the tests, in a process that runs over the simulation ---------------------------------------
+
+
+def _tests() -> Iterator[tuple[str, Callable[[], None]]]:
+    """Every test of the modules with every set of its arguments, of the sizes only two ranks."""
+    for stem in MODULES:
+        module = importlib.import_module(f"tests.simulated_cuda.{stem}")
+        for name, test in vars(module).items():
+            if not name.startswith("test_") or test.__module__ != module.__name__:
+                continue
+            choices: list[list[tuple[str, Any]]] = []
+            for mark in getattr(test, "pytestmark", []):
+                if mark.name == "parametrize":
+                    argument, values = mark.args[0], mark.args[1]
+                    values = [2] if argument == "size" else values
+                    choices.append([(argument, value) for value in values])
+            for arguments in itertools.product(*choices):
+                yield f"{stem}::{name}{dict(arguments) or ''}", _call(test, dict(arguments))
+
+
+def _call(test: Callable[..., None], arguments: dict[str, Any]) -> Callable[[], None]:
+    return lambda: test(**arguments)
+
+
+def choose_and_call(number: int, module: str, name: str, args: tuple[Any, ...]) -> Any:
+    """On a worker."""
+    from torch_c10d_ext import _C
+
+    ctypes.CDLL(_C.__file__).c10d_ext_choose_mutant(number)
+    return getattr(importlib.import_module(module), name)(*args)
+
+
+def _with_mutant(number: int) -> None:
+    """The tests' calls on workers throw the mutant's switch first."""
+    from tests.harness import run
+    from tests.simulated_cuda import on_cuda
+
+    def run_mutated(size: int, fn: Any, *args: Any, deadline: float = LIMIT, **kwargs: Any) -> Any:
+        call = (number, fn.__module__, fn.__qualname__, args)
+        return run(size, choose_and_call, *call, deadline=min(deadline, LIMIT), **kwargs)
+
+    vars(on_cuda)["run"] = run_mutated
+
+
+def _killer(tests: list[tuple[str, Callable[[], None]]]) -> str:
+    """The test that fails; it comes first from then on. Empty: none does."""
+    from tests.harness import pool
+
+    for position, (name, test) in enumerate(tests):
         try:
-            code = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            process.wait(30)
-            return "hung"
-    if code > 1:
-        raise SystemExit(f"pytest ended with {code}: see {log}")
-    return "failed" if code else "passed"
+            test()
+        except Exception as error:
+            print(f"    {name}: {str(error)[-300:]}", file=sys.stderr, flush=True)
+            tests.insert(0, tests.pop(position))
+            pool.shutdown()  # whatever state they are in
+            return name
+    return ""
 
 
-def main() -> int:
+def inner(numbers: list[int], fates: Path) -> int:
+    from tests.harness import pool
+
+    tests = list(_tests())
+    results: dict[str, dict[str, Any]] = json.loads(fates.read_text()) if fates.exists() else {}
+    try:
+        for number in [-1, *numbers]:
+            began, killer = time.monotonic(), ""
+            _with_mutant(number)
+            for delays in DELAYS[:1] if number == -1 else DELAYS:
+                if os.environ["SIMULATED_CUDA_DELAYS"] != delays:
+                    pool.shutdown()
+                    os.environ["SIMULATED_CUDA_DELAYS"] = delays
+                killer = _killer(tests)
+                if killer:
+                    break
+            seconds = time.monotonic() - began
+            print(f"{number} {killer or 'survives'} ({seconds:.0f} s)", flush=True)
+            if number == -1:
+                if killer:
+                    raise SystemExit(f"{killer} fails without a mutant")
+                continue
+            results[str(number)] = {"killer": killer, "seconds": seconds}
+            fates.write_text(json.dumps(results))
+    finally:
+        pool.shutdown()
+    return 0
+
+
+def main(arguments: list[str]) -> int:
+    fates = TREE / "fates.json"
+    if arguments[:1] == ["--inner"]:
+        return inner([int(n) for n in arguments[1:]], fates)
     mutants = make_tree()
-    simulated.build(TREE, PACKAGE)
-    if run_tests("late:1", -1, 2 * LIMIT) != "passed":
-        raise SystemExit("the tests fail without a mutant, see build/cuda/mutants/-1.log")
-    chosen = {int(n) for n in sys.argv[1:]} or {m.number for m in mutants}
-    for mutant in mutants:
-        if mutant.number not in chosen:
-            continue
-        began = time.monotonic()
-        fate = run_tests("late:1", mutant.number)
-        if fate == "passed":
-            fate = run_tests("random:2", mutant.number)
-        mutant.fate, mutant.seconds = fate, time.monotonic() - began
-        print(f"{mutant.number:>3} {mutant.fate:<7} {mutant.seconds:>4.0f} s  "
-              f"{mutant.file}:{mutant.line}  {mutant.text}", flush=True)  # fmt: skip
-    tried = [m for m in mutants if m.fate]
-    survivors = [m for m in tried if m.fate == "passed"]
-    print(f"\n{len(tried) - len(survivors)} of {len(tried)} killed")
-    for mutant in survivors:
-        print(f"survived: {mutant.file}:{mutant.line}  {mutant.text}")
-    return 1 if len(survivors) * 20 > len(tried) else 0
+    simulated.build(TREE, PACKAGE, _python_in_tree())
+    marked = json.dumps([asdict(m) for m in mutants])
+    listing = TREE / "mutants.json"
+    if not listing.exists() or listing.read_text() != marked:
+        fates.unlink(missing_ok=True)
+        listing.write_text(marked)
+    known = json.loads(fates.read_text()) if fates.exists() else {}
+    chosen = [int(n) for n in arguments] or [
+        m.number for m in mutants if str(m.number) not in known
+    ]
+    if chosen:
+        # The package under test is the built one, not the source tree's.
+        launch = (
+            f"import sys; sys.path.remove(''); sys.path.append({str(ROOT)!r})\n"
+            "from tests.simulated_cuda import mutate; sys.exit(mutate.main(sys.argv[1:]))"
+        )
+        subprocess.run(
+            [sys.executable, "-c", launch, "--inner", *map(str, chosen)],
+            cwd=ROOT, env=simulated.environment(DELAYS[0], PACKAGE), check=True,
+        )  # fmt: skip
+    known = json.loads(fates.read_text())
+    tried = [m for m in mutants if str(m.number) in known]
+    survivors = [m for m in tried if not known[str(m.number)]["killer"]]
+    for m in tried:
+        killer = known[str(m.number)]["killer"] or "survived"
+        print(f"{m.number:>3} {m.file}:{m.line}  {m.text}  <- {killer}")
+    print(f"\n{len(tried) - len(survivors)} of {len(tried)} killed, of {len(mutants)}")
+    for m in survivors:
+        print(f"survived: {m.file}:{m.line}  {m.text}")
+    return 1 if len(survivors) * 20 > len(tried) or len(tried) < len(mutants) else 0
 
 
 if __name__ == "__main__":
     os.chdir(ROOT)
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

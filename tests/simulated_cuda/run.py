@@ -1,9 +1,10 @@
 """`make test-cuda`: builds the simulated libraries and the package, and runs the tests over them.
 
-    .venv-cuda/bin/python -m tests.simulated_cuda.run [pytest arguments]
+    .venv-cuda/bin/python -m tests.simulated_cuda.run [--full] [pytest arguments]
 
-Each pass runs tests under one setting of SIMULATED_CUDA_DELAYS; a skipped test is a failure. With
-pytest arguments one pass runs, of what they choose.
+Each pass runs tests under one setting of SIMULATED_CUDA_DELAYS; a skipped test is a failure.
+`--full` adds seeds, numbers of ranks and backends to what CI runs. With pytest arguments one pass
+runs, of what they choose.
 """
 
 from __future__ import annotations
@@ -26,13 +27,31 @@ HERE = "tests/simulated_cuda"
 NEED_DEVICE_CODE = ["tests/test_cuda.py::test_gradients_and_compile"]
 
 STREAMS = [f"{HERE}/test_streams.py", f"{HERE}/test_graphs.py"]
-EVERYTHING = ["-m", "cuda", "tests"]
-# Delays, and what runs under them. `late` finds a missing order at once, `random` finds others.
-PASSES: list[tuple[str, list[str]]] = [
-    ("late:1", EVERYTHING),
-    ("random:2", STREAMS),
-    ("late:3", STREAMS),
-]
+RULES = [*STREAMS, f"{HERE}/test_users.py"]
+CONTRACT = [f"{HERE}/test_contract.py"]
+# Every test marked `cuda` that is not among the rules, wherever it is.
+OTHERS = ["-m", "cuda", "tests", *(f"--ignore={file}" for file in RULES)]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Tests under one setting of delays. `late` finds a missing order at once, `random` others."""
+
+    delays: str
+    chosen: Sequence[str]
+
+
+QUICK = (
+    Pass("late:1", RULES),
+    Pass("none", OTHERS),
+)
+FULL = (
+    *QUICK,
+    Pass("random:2", RULES),
+    Pass("late:3", RULES),
+    Pass("random:4", RULES),
+    Pass("random:5", CONTRACT),
+)
 
 
 @dataclass
@@ -48,21 +67,23 @@ class Outcome:
         return self.passed > 0 and self.failed == 0 and self.skipped == 0
 
 
-def environment(delays: str, package: Path) -> dict[str, str]:
+def environment(delays: str, package: Path, full: bool = False) -> dict[str, str]:
     """What a program needs to run over the simulation."""
     return {
         **os.environ,
         "LD_LIBRARY_PATH": str(LIBRARIES),
         "PYTHONPATH": str(package),
         "SIMULATED_CUDA_DELAYS": delays,
+        "SIMULATED_CUDA_FULL": "1" if full else "0",
         "C10D_EXT_FAIL_WITHOUT_CUDA": "1",
         "OMP_NUM_THREADS": "1",
     }
 
 
-def build(source: Path = ROOT, package: Path = BUILD / "lib") -> None:
+def build(
+    source: Path = ROOT, package: Path = BUILD / "lib", python: str | Path = sys.executable
+) -> None:
     """The libraries, and the package with CUDA, beside the build without."""
-    python = sys.executable
     subprocess.run([python, "-m", "tests.simulated_cuda.build", LIBRARIES], cwd=ROOT, check=True)
     log = package.parent / f"{package.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +101,9 @@ def build(source: Path = ROOT, package: Path = BUILD / "lib") -> None:
     print(f"built after {time.monotonic() - began:.0f} s", flush=True)
 
 
-def run(delays: str, arguments: Sequence[str], package: Path = BUILD / "lib") -> Outcome:
+def run(
+    delays: str, arguments: Sequence[str], full: bool, package: Path = BUILD / "lib"
+) -> Outcome:
     """One pass of pytest. The package under test is the built one, not the source tree's."""
     report = BUILD / "report.xml"
     report.unlink(missing_ok=True)
@@ -89,7 +112,7 @@ def run(delays: str, arguments: Sequence[str], package: Path = BUILD / "lib") ->
     subprocess.run(
         [Path(sys.executable).parent / "pytest", "-q", "--import-mode=append",
          f"--junitxml={report}", "-p", "no:cacheprovider", *left_out, *arguments],
-        cwd=ROOT, env=environment(delays, package), check=False,
+        cwd=ROOT, env=environment(delays, package, full), check=False,
     )  # fmt: skip
     seconds = time.monotonic() - began
     if not report.exists():
@@ -104,9 +127,13 @@ def run(delays: str, arguments: Sequence[str], package: Path = BUILD / "lib") ->
 
 
 def main(arguments: Sequence[str]) -> int:
+    full = "--full" in arguments
+    chosen = [argument for argument in arguments if argument != "--full"]
     build()
-    passes = [(os.environ.get("DELAYS", "late:1"), list(arguments))] if arguments else PASSES
-    outcomes = [run(delays, chosen) for delays, chosen in passes]
+    passes: Sequence[Pass] = FULL if full else QUICK
+    if chosen:
+        passes = [Pass(os.environ.get("DELAYS", "late:1"), chosen)]
+    outcomes = [run(each.delays, each.chosen, full) for each in passes]
     print(f"\n{'delays':<10} {'passed':>7} {'failed':>7} {'skipped':>7} {'seconds':>8}")
     for o in outcomes:
         print(f"{o.delays:<10} {o.passed:>7} {o.failed:>7} {o.skipped:>7} {o.seconds:>8.0f}")

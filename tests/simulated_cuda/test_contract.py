@@ -5,6 +5,7 @@ references, over simulated nccl with the delays that SIMULATED_CUDA_DELAYS choos
 from __future__ import annotations
 
 import importlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,12 @@ from tests.simulated_cuda.on_cuda import verify
 
 pytestmark = pytest.mark.cuda
 
-SHM = "cpu:shm,cuda:nccl"
+SHM, GLOO = "cpu:shm,cuda:nccl", "cpu:gloo,cuda:nccl"
+FULL = os.environ.get("SIMULATED_CUDA_FULL") == "1"
+# CI has no time for more than two ranks, nor for gradients and graphs of every form.
+WORLDS = [(2, SHM), (1, SHM), (4, SHM), (2, GLOO)] if FULL else [(2, SHM)]
+LEFT_OUT = () if FULL else (COALESCED, COALESCED_INPLACE, OUT, INPLACE)
+worlds = pytest.mark.parametrize(("size", "backend"), WORLDS)
 OPS = Path(__file__).resolve().parent.parent / "ops"
 
 
@@ -42,23 +48,23 @@ def test_all_collectives_are_here() -> None:
 
 
 @forms()
-@pytest.mark.parametrize(("size", "backend"), [(2, SHM)])
+@worlds
 def test_values(module: str, form: str, size: int, backend: str) -> None:
     verify(size, "check_values", module, form, backend=backend)
 
 
-@forms(OUT)
-@pytest.mark.parametrize(("size", "backend"), [(2, SHM)])
+@forms(OUT, *LEFT_OUT)
+@worlds
 def test_gradients(module: str, form: str, size: int, backend: str) -> None:
     verify(size, "check_gradients", module, form, backend=backend)
 
 
-@forms()
-@pytest.mark.parametrize(("size", "backend"), [(2, SHM)])
+@forms(*LEFT_OUT)
+@worlds
 def test_compile(module: str, form: str, size: int, backend: str) -> None:
     verify(size, "check_compiled", module, form, "aot_eager", 1, backend=backend)
 
 
-@forms()
+@forms(*LEFT_OUT)
 def test_export(module: str, form: str) -> None:
     verify(2, "check_export", module, form, backend=SHM)

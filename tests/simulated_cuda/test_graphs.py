@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -162,16 +163,39 @@ def _captured_barrier() -> bool:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y = F.wait_tensor(F.all_reduce(x, "sum", None))
-            y = F.wait_tensor(F.barrier(y, None))
+            z = F.barrier(y, None)
+            junk = [torch.full((1,), 9.0, device=x.device) for _ in range(4)]
+            y = F.wait_tensor(z)
             y = F.wait_tensor(F.all_reduce(y, "sum", None)) + 1
-    graph.replay()
-    torch.cuda.synchronize()
-    return bool((y == n * n + 1).all())
+    good = True
+    for _ in range(5):
+        graph.replay()
+        torch.cuda.synchronize()
+        good = good and bool((y == n * n + 1).all()) and all(float(j) == 9.0 for j in junk)
+    return good
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_barrier_in_a_graph(size: int) -> None:
     assert all(run_on_devices(size, _captured_barrier, backend=NCCL))
+
+
+def _many_captured() -> bool:
+    """More collectives in one graph than may be in flight before a call looks for their ends."""
+    x = torch.ones(64, device=device())
+    n = dist.get_world_size()
+    assert _works()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        started = [torch.ops.c10d_ext.all_reduce(x * i, "sum", group()) for i in range(100)]
+        ys = [wait(y) + 0 for y in started]
+    graph.replay()
+    torch.cuda.synchronize()
+    return all(bool((y == n * i).all()) for i, y in enumerate(ys)) and _works()
+
+
+def test_many_collectives_in_a_graph() -> None:
+    assert all(run_on_devices(2, _many_captured, backend=NCCL))
 
 
 def _after_a_graph_break() -> list[str]:
@@ -198,3 +222,49 @@ def _after_a_graph_break() -> list[str]:
 
 def test_a_graph_break_between_start_and_wait() -> None:
     _none_fails(run_on_devices(2, _after_a_graph_break, backend=NCCL, deadline=200))
+
+
+def _swept_in_another_thread() -> str:
+    """Results nobody waits for are looked for while another thread captures, with every care."""
+    mine = device()
+    x, n = torch.ones(COUNT, device=mine), dist.get_world_size()
+    assert _works()
+    side = torch.cuda.Stream(mine)
+    # The other thread's memory: one that asks the device for more ends the capture, too.
+    with torch.cuda.stream(side):
+        held = [wait(torch.ops.c10d_ext.all_reduce(x, "sum", group())) for _ in range(140)]
+    torch.cuda.synchronize()
+    started, over, failures = threading.Event(), threading.Event(), []
+
+    def others() -> None:
+        try:
+            torch.cuda.set_device(mine)
+            started.wait(30)
+            held.clear()
+            with torch.cuda.stream(side):
+                for _ in range(140):
+                    torch.ops.c10d_ext.all_reduce(x, "sum", group())
+        except Exception as error:
+            failures.append(f"the other thread: {error}")
+        finally:
+            over.set()
+
+    thread = threading.Thread(target=others)
+    thread.start()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream(mine), capture_error_mode="global"):
+        y = x * 2
+        started.set()
+        assert over.wait(30)
+        z = y + 1
+    thread.join(30)
+    graph.replay()
+    torch.cuda.synchronize()
+    if not bool((z == 3).all()):
+        failures.append("the graph is wrong")
+    assert _works() and n == 2
+    return "\n".join(failures)
+
+
+def test_a_search_for_results_spares_another_threads_capture() -> None:
+    assert run_on_devices(2, _swept_in_another_thread, backend=NCCL) == ["", ""]

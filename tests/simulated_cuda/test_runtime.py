@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -172,6 +173,81 @@ def test_random_numbers_and_losses_of_values() -> None:
     assert torch.equal(x[x > 0].cpu(), x.cpu()[x.cpu() > 0])
     with pytest.raises(RuntimeError, match="same device"):
         x + torch.ones(1000)
+
+
+SHARED = """
+import sys
+import torch
+import torch.multiprocessing as mp
+
+def other(queue, back):
+    side = torch.cuda.Stream()
+    for turn in range(5):
+        x = queue.get(timeout=60)
+        back.put(x.cpu().tolist()[:3])
+        x.add_(1)
+        torch.cuda.synchronize()
+        del x
+        back.put("done")
+
+if __name__ == "__main__":
+    mp.set_start_method("spawn")
+    queue, back = mp.Queue(), mp.Queue()
+    process = mp.Process(target=other, args=(queue, back), daemon=True)
+    process.start()
+    for turn in range(5):
+        x = torch.zeros(1 << 16, device="cuda")
+        torch.cuda.synchronize()
+        torch.cuda._sleep(20_000_000)
+        x.fill_(turn)  # late: the other process waits for the event
+        queue.put(x)
+        assert back.get(timeout=60) == [float(turn)] * 3, turn
+        assert back.get(timeout=60) == "done"
+        assert bool((x == turn + 1).all()), turn
+    process.join(60)
+    print("shared", process.exitcode)
+"""
+
+
+@pytest.mark.parametrize("delays", ["none", "late:1"])
+def test_memory_is_shared_between_processes(delays: str, tmp_path: Path) -> None:
+    script = tmp_path / "shared.py"
+    script.write_text(SHARED)
+    done = subprocess.run(
+        [sys.executable, script],
+        env={**os.environ, "SIMULATED_CUDA_DELAYS": delays},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.stdout.strip() == "shared 0", done.stderr
+
+
+EXPANDABLE = """
+import torch
+x = torch.zeros(1 << 20, device="cuda")
+before = torch.cuda.memory._snapshot()["segments"]
+y = torch.ones(8 << 20, device="cuda")
+del x
+y = y * 2
+assert bool((y == 2).all())
+assert all(s["is_expandable"] for s in before), before
+reserved = torch.cuda.memory_reserved()
+del y
+torch.cuda.synchronize()
+torch.cuda.empty_cache()
+assert torch.cuda.memory_reserved() < reserved
+try:
+    torch.empty(9 << 30, dtype=torch.uint8, device="cuda")
+except torch.cuda.OutOfMemoryError:
+    print("refused")
+"""
+
+
+def test_segments_that_grow() -> None:
+    said = _alone(EXPANDABLE, "late:1", PYTORCH_ALLOC_CONF="expandable_segments:True")
+    assert said == "refused"
 
 
 def _reductions() -> list[str]:

@@ -183,6 +183,7 @@ def _other_stream() -> list[str]:
         with torch.cuda.stream(begins):
             junk = [torch.full_like(x, 9.0) for _ in range(4)]
             junk += [torch.full((COUNT * k,), 9.0, device=x.device) for k in (1, 2, 4)]
+            junk += [torch.full((1,), 9.0, device=x.device) for _ in range(4)]
         with torch.cuda.stream(ends):
             z = y + 0
         # The junk is written by now, and what is on `ends` need not be done.

@@ -88,8 +88,11 @@ ncclResult_t Comm::connect() {
         }
       }
     }
-    control_ = std::move(control);
-    data_ = std::move(data);
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      control_ = std::move(control);
+      data_ = std::move(data);
+    }
     return state_ = ncclSuccess;
   } catch (const Aborted&) {
     return state_ = ncclInvalidUsage;
@@ -201,6 +204,11 @@ void Comm::await_abort() {
 void Comm::abort() {
   std::unique_lock<std::mutex> lock(mutex_);
   aborted_ = true;
+  for (const auto& mesh : {control_.get(), data_.get()}) {
+    if (mesh != nullptr) {
+      mesh->shut_down();
+    }
+  }
   changed_.notify_all();
 }
 

@@ -82,6 +82,14 @@ Mesh::~Mesh() {
   }
 }
 
+void Mesh::shut_down() {
+  for (const int socket : sockets_) {
+    if (socket >= 0) {
+      shutdown(socket, SHUT_RDWR);
+    }
+  }
+}
+
 void Mesh::connect_to(int peer, const std::string& name) {
   sockaddr_un address;
   const socklen_t length = address_of(name, peer, &address);

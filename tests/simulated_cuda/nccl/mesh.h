@@ -32,6 +32,9 @@ class Mesh {
   // `aborted` says true.
   Mesh(const std::string& name, int rank, int size, std::function<bool()> aborted);
   ~Mesh();
+
+  // The others find this rank gone. What was sent arrives.
+  void shut_down();
   Mesh(const Mesh&) = delete;
   Mesh& operator=(const Mesh&) = delete;
 

@@ -13,6 +13,7 @@
 
 #include "runtime/fail.h"
 #include "runtime/memory.h"
+#include "runtime/virtual_memory.h"
 
 namespace simulated_cuda {
 
@@ -202,13 +203,14 @@ SIMULATED_CUDA_API cudaError_t cudaProfilerStop() {
   return cudaSuccess;
 }
 
-// torch does without every driver function that there is not.
+// torch does without the driver's functions that are not in virtual_memory.cpp.
 SIMULATED_CUDA_API cudaError_t
-cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned, unsigned long long,
+cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
                                  cudaDriverEntryPointQueryResult* status) {
-  *function = nullptr;
+  *function = driver_function(name);
   if (status != nullptr) {
-    *status = cudaDriverEntryPointSymbolNotFound;
+    *status =
+        *function == nullptr ? cudaDriverEntryPointSymbolNotFound : cudaDriverEntryPointSuccess;
   }
   return cudaSuccess;
 }

@@ -54,8 +54,8 @@ void* allocate(Kind kind, size_t asked) {
   if (kind == Kind::Device && memory().used[device] + bytes > device_memory()) {
     return nullptr;
   }
-  const int file = memfd_create("simulated CUDA", MFD_CLOEXEC);
-  if (file < 0 || ftruncate(file, static_cast<off_t>(bytes)) != 0) {
+  const int file = new_file(bytes);
+  if (file < 0) {
     return nullptr;
   }
   void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
@@ -117,6 +117,40 @@ cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t on) {
 
 size_t device_memory() {
   return size_t{8} << 30;
+}
+
+int new_file(size_t bytes) {
+  const int file = memfd_create("simulated CUDA", MFD_CLOEXEC);
+  if (file >= 0 && ftruncate(file, static_cast<off_t>(bytes)) != 0) {
+    close(file);
+    return -1;
+  }
+  return file;
+}
+
+bool charge(int device, size_t bytes) {
+  std::lock_guard<std::mutex> lock(memory().mutex);
+  auto& used = memory().used.at(device);
+  if (used + bytes > device_memory()) {
+    return false;
+  }
+  used += bytes;
+  return true;
+}
+
+void discharge(int device, size_t bytes) {
+  std::lock_guard<std::mutex> lock(memory().mutex);
+  memory().used.at(device) -= bytes;
+}
+
+void add_block(void* at, int device, size_t bytes) {
+  std::lock_guard<std::mutex> lock(memory().mutex);
+  memory().blocks[static_cast<char*>(at)] = {Kind::Device, device, bytes, -1};
+}
+
+void remove_block(void* at) {
+  std::lock_guard<std::mutex> lock(memory().mutex);
+  memory().blocks.erase(static_cast<char*>(at));
 }
 
 Place place_of(const void* address) {
