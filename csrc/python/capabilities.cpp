@@ -1,8 +1,8 @@
 #include "python/capabilities.h"
 
 #include <pybind11/stl.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <optional>
 #include <string>
