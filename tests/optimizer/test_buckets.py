@@ -196,7 +196,8 @@ def _damaged() -> int:
         def shift_columns(new: Graph) -> bool:
             slices = targets(new, aten.slice.Tensor)
             for n in slices[:1]:
-                n.args = (*n.args[:2], int(n.args[2]) + 1, int(n.args[3]) + 1)  # type: ignore[arg-type]
+                begin, end = n.args[2:]
+                n.args = (*n.args[:2], begin + 1, end + 1)  # type: ignore[operator]
             return bool(slices)
 
         def swap_rows(new: Graph) -> bool:
