@@ -115,6 +115,7 @@ class Landing:
             return
         users = list(wait.users)
         wait.meta["val"] = value_of(self.part)
+        wait.meta.pop("tensor_meta", None)
         aten, node = torch.ops.aten, wait
         if self.columns is not None:
             if self.waits:
