@@ -5,7 +5,14 @@ rule                 tag         what becomes of it
 ===================  ==========  ==================================================================
 duplicate            bitwise     the same collective of the same value: one of them
 repeated             bitwise     ``min``/``max``/``band``/``bor`` of what they have given: that
-elementwise          bitwise     a cast behind a gather or broadcast, to fewer bytes: before it
+elementwise          bitwise     a cast to fewer bytes, and behind a gather any exact op of one
+                                 tensor: before the gather or broadcast, where there is less of it
+own part             bitwise     of a gather, the rows that this rank gave: what it gave; needs
+                                 ``spmd``
+part of a sum        bitwise(*)  an all_reduce of which each rank takes its own rows alone: a
+                                 reduce_scatter; needs ``spmd``
+constant             bitwise     an all_reduce of a constant, whose sum is exact: the sum; needs
+                                 ``spmd``
 gather of scatter    bitwise(*)  an all_gather of a reduce_scatter: an all_reduce
 sum of sums          rounding    ``all_reduce(a) + all_reduce(b)``: ``all_reduce(a + b)``
 ===================  ==========  ==================================================================
@@ -14,12 +21,18 @@ sum of sums          rounding    ``all_reduce(a) + all_reduce(b)``: ``all_reduce
 
 Each is a decision of the graph's structure alone, which all ranks of one program take alike. A
 collective whose result nobody needs stays: that it is dead on this rank says nothing of others.
+What a graph says of its own rank says nothing of others either: rows 0 to 2 of a sum may be rank
+0's part, or what all ranks take, and ranks must come to one order. Rules that take them for the
+former need the promise ``spmd``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -31,11 +44,37 @@ from torch_c10d_ext.optimizer._problem import Problem
 _IDEMPOTENT = frozenset({"min", "max", "band", "bor"})
 _MOVES = frozenset({"all_gather_into_tensor", "broadcast"})
 _CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+# Of one tensor and numbers; an element's result depends on that element alone, to the last bit.
+_EXACT = frozenset(
+    {torch.ops.aten.neg.default, torch.ops.aten.abs.default, torch.ops.aten.relu.default}
+    | {torch.ops.aten.mul.Tensor, torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor}
+    | {torch.ops.aten.div.Tensor, torch.ops.aten.sign.default}
+)
+
+
+@dataclass
+class Simplified:
+    """What the rules did.
+
+    Attributes:
+        done: in words.
+        missed: what they did not do, and why.
+        folded: by group, collectives that were replaced by constants, as the ranks compare them.
+    """
+
+    done: list[str] = field(default_factory=list)
+    missed: list[str] = field(default_factory=list)
+    folded: dict[str, list[str]] = field(default_factory=dict)
 
 
 def simplify(
-    graph: Graph, p: Problem, numerics: str, same_bits: Callable[[Collective], bool]
-) -> list[str]:
+    graph: Graph,
+    p: Problem,
+    numerics: str,
+    same_bits: Callable[[Collective], bool],
+    rank_in: Callable[[str], int],
+    spmd: bool,
+) -> Simplified:
     """Applies the rules to a graph, in order; says what was done.
 
     Args:
@@ -43,15 +82,32 @@ def simplify(
         p: the problem that it is, whose nodes are the graph's.
         numerics: ``"rounding"`` for the rules that round.
         same_bits: whether a collective's sums do not depend on where an element stands.
+        rank_in: this rank's number in a group.
+        spmd: whether constants, and the rank's own place, are such on all ranks.
     """
-    return _Rules(graph, p, numerics, same_bits).run()
+    return _Rules(graph, p, numerics, same_bits, rank_in, spmd).run()
 
 
 class _Rules:
     def __init__(
-        self, graph: Graph, p: Problem, numerics: str, same_bits: Callable[[Collective], bool]
+        self,
+        graph: Graph,
+        p: Problem,
+        numerics: str,
+        same_bits: Callable[[Collective], bool],
+        rank_in: Callable[[str], int],
+        spmd: bool,
     ) -> None:
         self.graph, self.numerics, self.same_bits = graph, numerics, same_bits
+        self.rank_in, self.spmd = rank_in, spmd
+        self.result = Simplified()
+        self.promise: dict[str, int] = {}
+        self.groups: dict[str, int] = {}  # how many collectives each has
+        for c in p.collectives.values():
+            self.groups[c.group] = self.groups.get(c.group, 0) + 1
+        self.returned = {
+            s for n in next(iter(reversed(graph.nodes))).all_input_nodes for s in _storages(n)
+        }
         # Where ranks move different sizes, what is a duplicate on one of them is none on another.
         self.by_node = {
             c.node: c for c in p.collectives.values() if c.symmetric and not c.form.written
@@ -60,13 +116,27 @@ class _Rules:
         self.place = {node: k for k, node in enumerate(graph.nodes)}
         self.counts: dict[str, int] = {}
 
-    def run(self) -> list[str]:
-        for rule in (self._repeated, self._elementwise, self._gather_of_scatter, self._sum_of_sums):
+    def run(self) -> Simplified:
+        rules = (
+            self._constant,
+            self._repeated,
+            self._gather_of_scatter,
+            self._elementwise,
+            self._own_part,
+            self._sum_of_sums,
+            self._part_of_sum,
+        )
+        for rule in rules:
             for node in list(self.by_node):
                 if node in self.by_node and not self.by_node[node].form.coalesced:
                     rule(node, self.by_node[node])
         self._duplicates()
-        return [f"{count} x {what}" for what, count in self.counts.items()]
+        self.result.done = [f"{count} x {what}" for what, count in self.counts.items()]
+        self.result.missed = [
+            f"{count} {what}: spmd does not promise that other ranks do alike"
+            for what, count in self.promise.items()
+        ]
+        return self.result
 
     def _count(self, what: str) -> None:
         self.counts[what] = self.counts.get(what, 0) + 1
@@ -131,15 +201,127 @@ class _Rules:
         self._erase(wait, node)
         self._count(f"repeated {operation} dropped")
 
+    def _constant(self, node: Node, c: Collective) -> None:
+        wait = self._single(node)
+        if c.kind != "all_reduce" or wait is None or c.argument("factor") is not None:
+            return
+        source = c.inputs[0]
+        filled = _constant_of(source)
+        if filled is None or not self._is_still(node, wait, source):
+            return
+        total = _reduced_constant(
+            filled, value_of(source).dtype, str(c.argument("reduce_op")).lower(), c.ranks
+        )
+        # The ranks compare what was folded when they compare what is left.
+        if total is None or self.groups[c.group] < 2:
+            return
+        if not self.spmd:
+            self._miss("all_reduce of a constant")
+            return
+        made = value_of(node)
+        with self.graph.inserting_before(wait):
+            new = self.graph.call_function(
+                torch.ops.aten.full.default,
+                (list(made.shape), total),
+                {"dtype": made.dtype, "device": made.device, "pin_memory": False},
+            )
+        new.meta["val"] = made
+        wait.replace_all_uses_with(new)
+        self._erase(wait, node)
+        self.groups[c.group] -= 1
+        self.result.folded.setdefault(c.group, []).append(f"{c.describe()} of {filled!r}")
+        self._count("all_reduce of a constant as a constant")
+
+    def _own_part(self, node: Node, c: Collective) -> None:
+        wait = self._single(node)
+        if c.kind != "all_gather_into_tensor" or wait is None or not self._is_still(wait, node):
+            return
+        source = c.inputs[0]
+        if _storages(wait) & self.returned or not self._is_still(source):
+            return
+        if not value_of(source).is_contiguous():
+            return
+        for part in list(wait.users):
+            # A view of the part would be one of other memory.
+            seen = any(_storages(user) & _storages(part) for user in part.users)
+            if seen or not self._is_own_rows(part, wait, c):
+                continue
+            if not self.spmd:
+                self._miss("own part of a gather")
+            else:
+                part.replace_all_uses_with(source)
+                self._erase(part)
+                self._count("own part of a gather as what this rank gave")
+
+    def _is_own_rows(self, part: Node, whole: Node, c: Collective) -> bool:
+        """Whether a node takes the rows of a tensor that are at this rank's place."""
+        rows = value_of(whole).shape[0] if value_of(whole).dim() else None
+        if part.target is not torch.ops.aten.slice.Tensor or part.args[0] is not whole:
+            return False
+        if type(rows) is not int or rows % c.ranks or not rows or part.kwargs:
+            return False
+        each, rank = rows // c.ranks, self.rank_in(c.group)
+        end = part.args[3] if len(part.args) > 3 else None
+        is_end = end == (rank + 1) * each or (
+            rank == c.ranks - 1 and isinstance(end, int) and end >= rows
+        )
+        return part.args[1:3] == (0, rank * each) and is_end and len(part.args) == 4
+
+    def _part_of_sum(self, node: Node, c: Collective) -> None:
+        wait = self._single(node)
+        if c.kind != "all_reduce" or wait is None or not wait.users or c.ranks < 2:
+            return
+        if not all(self._is_own_rows(user, wait, c) for user in wait.users):
+            return
+        source = c.inputs[0]
+        if not self._is_still(node, wait, source) or _storages(wait) & self.returned:
+            return
+        if not self.same_bits(c) or not value_of(source).is_contiguous():
+            return
+        if not self.spmd:
+            self._miss("all_reduce of which this rank takes its own rows alone")
+            return
+        parts = list(wait.users)
+        factor = c.argument("factor")
+        op = getattr(torch.ops, c.form.namespace).reduce_scatter_tensor.default
+        with self.graph.inserting_before(node):
+            new = self.graph.call_function(
+                op,
+                (source, c.argument("reduce_op"), c.ranks, c.group),
+                {} if factor is None else {"factor": factor},
+            )
+        with self.graph.inserting_before(wait):
+            waited = self.graph.call_function(wait.target, (new,))
+        new.meta["val"] = _like(value_of(parts[0]), value_of(source).dtype)
+        waited.meta["val"] = new.meta["val"]
+        for part in parts:
+            part.replace_all_uses_with(waited)
+        self._erase(*parts, wait, node)
+        self._count("all_reduce whose users take a part as a reduce_scatter")
+
+    def _miss(self, what: str) -> None:
+        self.promise[what] = self.promise.get(what, 0) + 1
+
     def _elementwise(self, node: Node, c: Collective) -> None:
         wait = self._single(node)
         if c.kind not in _MOVES or wait is None or len(wait.users) != 1:
             return
         cast = next(iter(wait.users))
+        inner = self._awaited(c.inputs[0])
+        if inner is not None and inner.kind == "reduce_scatter_tensor":
+            return  # together they are an all_reduce
         given, made = value_of(c.inputs[0]), value_of(cast)
-        if cast.target not in _CASTS or not isinstance(made, torch.Tensor):
+        if not isinstance(made, torch.Tensor) or not isinstance(given, torch.Tensor):
             return
-        if set(cast.kwargs) - {"dtype"} or made.dtype.itemsize >= given.dtype.itemsize:
+        if cast.target in _CASTS:
+            if set(cast.kwargs) - {"dtype"} or made.dtype.itemsize >= given.dtype.itemsize:
+                return
+        elif cast.target in _EXACT and c.kind == "all_gather_into_tensor" and c.ranks > 1:
+            if cast.kwargs or made.dtype != given.dtype or cast.all_input_nodes != [wait]:
+                return
+            if any(arg is wait for arg in cast.args[1:]):
+                return  # x + x
+        else:
             return
         if not given.is_contiguous() or not self._is_still(node, wait, c.inputs[0]):
             return
@@ -155,7 +337,11 @@ class _Rules:
         waited.meta["val"] = moved.meta["val"]
         cast.replace_all_uses_with(waited)
         self._erase(cast, wait, node)
-        self._count(f"cast before {c.kind}")
+        self.place[moved], self.place[waited] = self.place[node], self.place[wait]
+        self.by_node[moved] = replace(c, node=moved, inputs=(early,))
+        what = "cast" if made.dtype != given.dtype else "elementwise op"
+        self._count(f"{what} before {c.kind}")
+        self._elementwise(moved, self.by_node[moved])
 
     def _gather_of_scatter(self, node: Node, c: Collective) -> None:
         if c.kind != "all_gather_into_tensor":
@@ -220,6 +406,48 @@ class _Rules:
         add.replace_all_uses_with(waited)
         self._erase(add, wait, other, node, second.node)
         self._count("sum of all_reduces as one all_reduce of the sum")
+
+
+def _constant_of(node: Node) -> int | float | None:
+    """The number that every element of a tensor is, where the graph says so."""
+    aten = torch.ops.aten
+    known = {
+        aten.zeros.default: 0,
+        aten.zeros_like.default: 0,
+        aten.ones.default: 1,
+        aten.ones_like.default: 1,
+    }
+    if node.target in known:
+        return known[node.target]
+    if node.target in (aten.full.default, aten.full_like.default) and len(node.args) == 2:
+        number = node.args[1]
+        return number if type(number) in (int, float) else None  # type: ignore[return-value]
+    return None
+
+
+def _reduced_constant(
+    number: float, dtype: torch.dtype, operation: str, ranks: int
+) -> int | float | None:
+    """What ranks get that all give one number, if it is the same in whatever order."""
+    if dtype.is_complex or dtype == torch.bool or not math.isfinite(number):
+        return None
+    kept = torch.tensor(number, dtype=dtype).item()
+    if not math.isfinite(kept):
+        return None
+    if operation in ("min", "max"):
+        return kept
+    if operation != "sum":
+        return None
+    for count in range(1, ranks + 1):
+        exact = Fraction(kept) * count
+        if dtype.is_floating_point:
+            if abs(exact) > torch.finfo(dtype).max:
+                return None
+        elif not torch.iinfo(dtype).min <= exact <= torch.iinfo(dtype).max:
+            return None
+        if Fraction(torch.tensor(kept * count, dtype=dtype).item()) != exact:
+            return None
+    return kept * ranks
 
 
 def _is_wait(node: Node) -> bool:

@@ -15,8 +15,18 @@ The rules by which different terms are equal (each is bitwise, or asks for ``in_
 landed       ``wait(x) = x``
 coalesced    the k-th result of a launch of several is the collective of the k-th input
 repeated     ``min(min(x)) = min(x)`` over one group; ``max``, ``band`` and ``bor`` alike
-cast         ``cast(move(x)) = move(cast(x))`` for all_gather and broadcast
+elementwise  ``f(move(x)) = move(f(x))`` for all_gather and broadcast; f a cast, or an exact op of
+             one tensor and numbers
+own part     the rows of ``all_gather(x)`` at this rank's place are x
 gathered     ``all_gather(reduce_scatter(x)) = all_reduce(x)`` over one group; asks
+part of sum  the rows of ``all_reduce(x)`` at this rank's place are ``reduce_scatter(x)``; only
+             where all ranks do alike is promised; asks
+constant     ``all_reduce(c) = n c``, where all multiples of c up to n are exact; only where all
+             ranks' constants are promised to be the same
+bytes        a view of a view of the same shape, dtype and memory is the first;
+             ``move(bytes of x) = bytes of move(x)`` for all_gather and broadcast
+packed       columns of ``all_to_all(cat([rows of x, rows of y], 1))``, copied, are the bytes of
+             ``all_to_all(x)`` and of ``all_to_all(y)``, where all parts are even
 sums         ``all_reduce(a) + all_reduce(b) = all_reduce(a + b)``; only where rounding is allowed
 ===========  =====================================================================================
 """
@@ -24,8 +34,10 @@ sums         ``all_reduce(a) + all_reduce(b) = all_reduce(a + b)``; only where r
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Hashable, Iterable
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -48,7 +60,32 @@ _KINDS = (
 _SUM = ("str", repr("sum"))
 _REPEATABLE = tuple(("str", repr(op)) for op in ("min", "max", "band", "bor"))
 _CASTS = ("aten._to_copy.default", "prims.convert_element_type.default")
+_RESHAPES = (
+    "aten.view.default",
+    "aten.view.dtype",
+    "aten.reshape.default",
+    "aten._unsafe_view.default",
+)
+_OF_BYTES = frozenset({*_RESHAPES, "aten.slice.Tensor", "aten.clone.default"})
+_EXACT = tuple(
+    f"aten.{name}"
+    for name in (
+        *("neg.default", "abs.default", "relu.default", "sign.default"),
+        *("mul.Tensor", "add.Tensor", "sub.Tensor", "div.Tensor"),
+    )
+)
+_FILLS = {
+    "aten.zeros.default": 0,
+    "aten.zeros_like.default": 0,
+    "aten.ones.default": 1,
+    "aten.ones_like.default": 1,
+    "aten.full.default": None,
+    "aten.full_like.default": None,
+}
 _ANY_ORDER = ("min", "max", "band", "bor", "bxor")
+
+# This rank's number in a group, and how many ranks that has.
+Place = Callable[[str], tuple[int, int]]
 
 # Whether a group gives a reduced element the same bits wherever in a message it stands.
 InRankOrder = Callable[[str], bool]
@@ -65,6 +102,8 @@ def check_rewrite(
     in_rank_order: InRankOrder,
     bytes_of: Callable[[torch.Tensor], int] | None = None,
     rounding: bool = False,
+    place: Place | None = None,
+    spmd: bool = False,
 ) -> None:
     """Raises CheckFailed unless ``after`` may take the place of ``before``.
 
@@ -74,9 +113,11 @@ def check_rewrite(
         budget: bytes that ``after`` may hold at once.
         in_rank_order: asked with the group of each new bucket of reductions.
         rounding: whether sums may be made in another order.
+        place: this rank's number in a group, and the group's size; for rules that ask for it.
+        spmd: whether constants, and what is at a rank's place, are promised to be so on all ranks.
         bytes_of: the size of a fake tensor's storage; by default what the tensor says.
     """
-    terms = _Terms(rounding, in_rank_order)
+    terms = _Terms(rounding, in_rank_order, place, spmd)
     old = _Evaluation(before, terms).run()
     new = _Evaluation(after, terms).run()
     _same("the outputs", old.outputs, new.outputs, terms)
@@ -130,11 +171,19 @@ def _same(what: str, a: Any, b: Any, terms: _Terms) -> None:
 class _Terms:
     """Numbers for terms: equal terms are one number."""
 
-    def __init__(self, rounding: bool, in_rank_order: InRankOrder) -> None:
+    def __init__(
+        self, rounding: bool, in_rank_order: InRankOrder, place: Place | None, spmd: bool
+    ) -> None:
+        self.place, self.spmd = place, spmd
+        self.constants: dict[int, int | float] = {}
         self.numbers: dict[Hashable, int] = {}
         self.names: list[str] = []
         self.keys: list[Any] = []
         self.rounding, self.in_rank_order = rounding, in_rank_order
+        self.types = _Types()
+        self.roots: dict[int, int] = {}  # what has the same bytes in the same order, first made
+        self.parts: dict[int, tuple[_Part, ...]] = {}  # of a message for all ranks
+        self.part: dict[int, int] = {}  # by a message's columns: the term whose bytes they are
 
     def number(self, key: Hashable, name: str) -> int:
         found = self.numbers.get(key)
@@ -150,12 +199,82 @@ class _Terms:
         is_one = isinstance(key, tuple) and len(key) == 4 and key[0] in _SPACES and key[1] in kinds
         return key if is_one else None
 
+    def keeps_bits(self, key: Any) -> bool:
+        """Whether a reduction gives an element the same bits wherever it stands."""
+        rest, value = dict(key[2]), key[3]
+        operation = rest.get("reduce_op", ("", ""))[1][1:-1].lower()
+        dtype = self.types[value][1] if value in self.types else None
+        whole = dtype is not None and not (dtype.is_floating_point or dtype.is_complex)
+        if self.rounding or operation in _ANY_ORDER or (operation == "sum" and whole):
+            return True
+        return self.in_rank_order(rest["group_name"][1][1:-1])
+
     def show(self, value: Any) -> str:
         if isinstance(value, int) and 0 <= value < len(self.names):
             return self.names[value]
         if isinstance(value, tuple):
             return f"({', '.join(self.show(v) for v in value)})"
         return str(value)
+
+
+_Type = tuple[tuple[int, ...], torch.dtype]  # a shape and a dtype
+_Part = tuple[int, int, int]  # columns from and to, and the term whose bytes they hold
+
+
+def _type_of(value: Any) -> _Type | None:
+    """Shape and dtype of a dense tensor whose sizes are numbers."""
+    if not isinstance(value, torch.Tensor) or not all(type(s) is int for s in value.shape):
+        return None
+    if not value.is_contiguous() or value.is_conj() or value.is_neg():
+        return None
+    return tuple(value.shape), value.dtype
+
+
+class _Types:
+    """The types of terms that are dense, worked out for the few that a rule asks for."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, _Type | None] = {}
+        self.noted: dict[int, Node] = {}
+
+    def note(self, term: int, node: Node) -> None:
+        self.noted.setdefault(term, node)
+
+    def __contains__(self, term: int) -> bool:
+        return self._find(term) is not None
+
+    def __getitem__(self, term: int) -> _Type:
+        found = self._find(term)
+        assert found is not None
+        return found
+
+    def setdefault(self, term: int, type_: _Type) -> None:
+        if self._find(term) is None:
+            self.known[term] = type_
+
+    def _find(self, term: int) -> _Type | None:
+        if term not in self.known:
+            node = self.noted.get(term)
+            if node is None:
+                return None
+            self.known[term] = _type_of(_val(node))
+        return self.known[term]
+
+
+def _plain_value(argument: Any) -> tuple[str, str]:
+    # By text, which tells -0.0 from 0.0 and 1 from 1.0 and True.
+    return (type(argument).__name__, repr(argument))
+
+
+def _fits_shape(asked: Any, shape: tuple[int, ...]) -> bool:
+    """Whether a result of a shape is what a view was asked for, where one size may be -1."""
+    return len(asked) == len(shape) and all(
+        each in (("int", str(size)), ("int", "-1")) for each, size in zip(asked, shape, strict=True)
+    )
+
+
+def _bytes(type_: _Type) -> int:
+    return math.prod(type_[0]) * type_[1].itemsize
 
 
 class _Cell:
@@ -210,6 +329,8 @@ class _Evaluation:
 
     def _make(self, node: Node, term: Any, held: bool = False, views: Iterable[Node] = ()) -> None:
         self.term[node] = term
+        if type(term) is int:
+            self.terms.types.note(term, node)
         shared: dict[_Cell, None] = {}
         for tensor in _tensors(_val(node)):
             address = tensor.untyped_storage()._cdata
@@ -280,7 +401,16 @@ class _Evaluation:
             self._touch(node, written)
         if ordered:
             key = (*key, len(self.effects))
-        term = self._rewritten(node, op, key)
+        term = None
+        name = _text(op)
+        if name in _OF_BYTES:
+            term = self._same_bytes(node, op, key)
+        if term is None and name == "aten.slice.Tensor":
+            term = self._rows(node, op, key)
+        elif name in _FILLS:
+            term = self._filled(node, op, key)
+        if term is None:
+            term = self._rewritten(node, op, key)
         if ordered:
             self.effects.append(term)
         for cell in self._cells(written):
@@ -298,7 +428,10 @@ class _Evaluation:
         moved = (
             terms.collective(values[0], "all_gather_into_tensor", "broadcast") if values else None
         )
-        if moved is not None and _text(op) in _CASTS and all(k == "dtype" for k, _ in named):
+        is_cast = _text(op) in _CASTS and all(k == "dtype" for k, _ in named)
+        is_exact = _text(op) in _EXACT and not named and all(type(v) is tuple for v in values[1:])
+        is_exact = is_exact and all(v[0] in ("int", "float") for v in values[1:])
+        if moved is not None and (is_cast or is_exact):
             inner = terms.number((key[0], (moved[3], *values[1:]), named), node.name)
             return self._replace([values[0]], (*moved[:3], inner), f"{moved[1]} of {node.name}")
         if terms.rounding and _text(op) == "aten.add.Tensor" and not named and len(values) == 2:
@@ -308,6 +441,179 @@ class _Evaluation:
                 inner = terms.number((key[0], (a[3], b[3]), named), node.name)
                 return self._replace(list(values), (*a[:3], inner), f"all_reduce of {node.name}")
         return terms.number(key, node.name)
+
+    def _same_bytes(self, node: Node, op: Any, key: Any) -> int | None:
+        """The term of a view or a copy, where it is the bytes of another term."""
+        terms, values = self.terms, key[1]
+        if not values or type(values[0]) is not int:
+            return None
+        source, name, type_ = values[0], _text(op), _type_of(_val(node))
+        parts = terms.parts.get(source)
+        if name == "aten.slice.Tensor" and parts and len(values) == 4 and not key[2]:
+            for begin, end, member in parts:
+                if values[1:] == (("int", "1"), ("int", str(begin)), ("int", str(end))):
+                    term = terms.number(key, node.name)
+                    terms.part[term] = member
+                    return term
+        if name == "aten.clone.default" and source in terms.part and type_ is not None:
+            member = terms.part[source]
+            if _bytes(type_) != _bytes(terms.types[member]):
+                return None
+            return self._as_root(member, key, node.name, type_)
+        if name in _RESHAPES and type_ is not None and source in terms.types:
+            dtype: torch.dtype | None = terms.types[source][1]
+            # What the call says, not what is noted of its result.
+            if name == "aten.view.dtype":
+                dtype = type_[1] if values[1:] == (_plain_value(type_[1]),) else None
+            elif len(values) != 2 or not _fits_shape(values[1], type_[0]):
+                return None
+            if dtype != type_[1] or _bytes(type_) != _bytes(terms.types[source]):
+                return None
+            return self._as_root(terms.roots.get(source, source), key, node.name, type_)
+        return None
+
+    def _rows(self, node: Node, op: Any, key: Any) -> int | None:
+        """The term of the rows at this rank's place of what a collective gives."""
+        terms, values = self.terms, key[1]
+        if key[2] or len(values) != 4 or terms.place is None:
+            return None
+        whole = terms.collective(values[0], "all_gather_into_tensor", "all_reduce")
+        if whole is None or type(whole[3]) is not int or whole[3] not in terms.types:
+            return None
+        rank, size = terms.place(dict(whole[2])["group_name"][1][1:-1])
+        shape, dtype = terms.types[whole[3]]
+        is_sum = whole[1] == "all_reduce"
+        if not shape or (is_sum and shape[0] % size) or not shape[0]:
+            return None
+        rows = shape[0] // size if is_sum else shape[0]
+        if values[1:3] != (("int", "0"), ("int", str(rank * rows))) or values[3][0] != "int":
+            return None
+        end = min(int(values[3][1]), rows * size)
+        if end != (rank + 1) * rows:
+            return None
+        if not is_sum:
+            return int(whole[3])
+        if not terms.spmd or not terms.keeps_bits(whole):
+            return None
+        rest = tuple(sorted((*whole[2], ("group_size", ("int", str(size))))))
+        made = self._replace(
+            [values[0]], (whole[0], "reduce_scatter_tensor", rest, whole[3]), node.name
+        )
+        terms.types.setdefault(made, ((rows, *shape[1:]), dtype))
+        return made
+
+    def _filled(self, node: Node, op: Any, key: Any) -> int | None:
+        """The term of a constant: its type, its device, and the number."""
+        name, type_, values = _text(op), _type_of(_val(node)), key[1]
+        if type_ is None or type_[1].is_complex or type_[1] == torch.bool:
+            return None
+        number: Any = _FILLS[name]
+        if number is None:
+            if len(values) != 2 or values[1][0] not in ("int", "float"):
+                return None
+            number = float(values[1][1]) if values[1][0] == "float" else int(values[1][1])
+        try:
+            number = torch.tensor(number, dtype=type_[1]).item()
+        except (OverflowError, RuntimeError, ValueError):
+            return None
+        return self._constant(type_, str(_val(node).device), number, node.name)
+
+    def _constant(self, type_: _Type, device: str, number: float, name: str) -> int:
+        term = self.terms.number(("constant", type_, device, repr(number)), name)
+        self.terms.types.setdefault(term, type_)
+        self.terms.constants[term] = number
+        return term
+
+    def _folded(self, key: Any, name: str) -> int | None:
+        """The term of a reduction of a constant."""
+        terms, rest = self.terms, dict(key[2])
+        number = terms.constants.get(key[3]) if type(key[3]) is int else None
+        if number is None or key[1] != "all_reduce" or not terms.spmd or terms.place is None:
+            return None
+        operation = rest["reduce_op"][1][1:-1].lower()
+        if set(rest) - {"reduce_op", "group_name"} or number != number:
+            return None
+        (shape, dtype), device = terms.types[key[3]], terms.keys[key[3]][2]
+        if operation == "sum":
+            _, size = terms.place(rest["group_name"][1][1:-1])
+            # All partial sums, whatever the order, are multiples, and none is rounded.
+            given = torch.tensor([number], dtype=dtype)
+            total = given.clone()
+            for count in range(2, size + 1):
+                total = total + given
+                held = total.item()
+                if held in (math.inf, -math.inf) or Fraction(held) != count * Fraction(number):
+                    return None
+            number = total.item()
+        elif operation not in ("min", "max"):
+            return None
+        return self._constant((shape, dtype), device, number, name)
+
+    def _as_root(self, root: int, key: Any, name: str, type_: _Type) -> int:
+        """The term of bytes of ``root`` of a type: ``root`` itself, if it is of that type."""
+        terms = self.terms
+        if terms.types[root] == type_:
+            return root
+        term = terms.number(("bytes", root, type_), name)
+        terms.types.setdefault(term, type_)
+        terms.roots[term] = root
+        return term
+
+    def _moved_bytes(self, result: Any, key: Any, name: str) -> list[int] | None:
+        """What is sent where bytes are, that other terms have: collectives of those."""
+        terms = self.terms
+        space, kind, rest, value = key
+        if type(value) is not int or value not in terms.types:
+            return None
+        if kind == "all_to_all_single":
+            return self._packed(key, name)
+        root = terms.roots.get(value)
+        if root is None or kind not in ("all_gather_into_tensor", "broadcast"):
+            return None
+        shape, dtype = terms.types[root]
+        if kind == "all_gather_into_tensor":
+            sent, made = terms.types[value][0], _type_of(result)
+            ranks = next((int(v[1]) for k, v in rest if k == "group_size"), 0)
+            if made is None or not sent or made[0] != (sent[0] * ranks, *sent[1:]):
+                return None
+            shape = (shape[0] * ranks, *shape[1:]) if shape else (ranks,)
+        term = terms.number((space, kind, rest, root), name)
+        terms.types.setdefault(term, (shape, dtype))
+        return [term]
+
+    def _packed(self, key: Any, name: str) -> list[int] | None:
+        """The collectives that an all_to_all of columns of rows stands for."""
+        terms = self.terms
+        space, kind, rest, value = key
+        cat = terms.keys[value]
+        if not (isinstance(cat, tuple) and cat and cat[0] == "aten.cat.default"):
+            return None
+        if cat[2] or len(cat[1]) != 2 or cat[1][1] != ("int", "1"):
+            return None
+        (ranks, _), dtype = terms.types[value][0], terms.types[value][1]
+        one = (("int", "1"),) * ranks
+        if any(v != one for k, v in rest if k != "group_name"):
+            return None
+        found, parts, end = [], [], 0
+        for row in cat[1][0]:
+            if type(row) is not int or row not in terms.types or terms.types[row][1] != dtype:
+                return None
+            root = terms.roots.get(row, row)
+            shape, kept = terms.types[root]
+            if not shape or shape[0] % ranks or len(terms.types[row][0]) != 2:
+                return None
+            even = (("int", str(shape[0] // ranks)),) * ranks
+            arguments = tuple((k, v if k == "group_name" else even) for k, v in rest)
+            term = terms.number((space, kind, arguments, root), name)
+            terms.types.setdefault(term, (shape, kept))
+            begin, end = end, end + terms.types[row][0][1]
+            parts.append((begin, end, term))
+            found.append(term)
+        if end != terms.types[value][0][1]:
+            return None
+        message = terms.number(key, name)
+        terms.parts[message] = tuple(parts)
+        return found
 
     def _replace(self, old: list[int], key: Any, name: str) -> int:
         new = self.terms.number(key, name)
@@ -325,9 +631,8 @@ class _Evaluation:
         inner = self.terms.collective(value, "reduce_scatter_tensor")
         if kind == "all_gather_into_tensor" and inner is not None and inner[0] == space:
             group = [v for k, v in rest if k == "group_name"]
-            if group == [v for k, v in inner[2] if k == "group_name"] and (
-                self.terms.rounding or self.terms.in_rank_order(group[0][1][1:-1])
-            ):
+            same = group == [v for k, v in inner[2] if k == "group_name"]
+            if same and self.terms.keeps_bits(inner):
                 arguments = tuple(x for x in inner[2] if x[0] != "group_size")
                 return self._replace([value], (space, "all_reduce", arguments, inner[3]), name)
         return None
@@ -352,6 +657,8 @@ class _Evaluation:
         in_place = name.endswith("_")
         into = name.endswith("_out")
         name = name.removesuffix("_").removesuffix("_out")
+        if name.removesuffix("_coalesced") == "broadcast":
+            space = _SPACES[0]  # it only moves; torch's has no form for several tensors
         several = name.endswith("_coalesced")
         kind = name.removesuffix("_coalesced")
         arguments = dict(zip([a.name for a in op._schema.arguments], node.args, strict=False))
@@ -372,14 +679,31 @@ class _Evaluation:
         self._check_landed(node, given)
         values = [self._value(n) for n in given]
         # One term for each: a launch of several is worth what launches of one are worth.
-        found = []
-        for n, value in zip(given, values, strict=True) if several else [(given[0], values)]:
+        found: list[int] = []
+        results_in = _tensors(_val(node))
+        for k, (n, value) in enumerate(
+            zip(given, values, strict=True) if several else [(given[0], values)]
+        ):
             key = (
                 space,
                 kind,
                 rest,
                 value if several else (value[0] if len(value) == 1 else tuple(value)),
             )
+            name = f"{kind} of {n.name}"
+            moved = self._moved_bytes(results_in[k] if k < len(results_in) else None, key, name)
+            if moved is not None:
+                self.collectives.update(dict.fromkeys(moved, node.name))
+                type_ = _type_of(results_in[k])
+                if kind == "all_to_all_single" or type_ is None:
+                    found.append(self.terms.number(key, name))
+                else:
+                    found.append(self._as_root(moved[0], key, name, type_))
+                continue
+            folded = None if several else self._folded(key, name)
+            if folded is not None:
+                found.append(folded)
+                continue
             made = self._reduced_twice(key, f"{kind} of {n.name}")
             term = self.terms.number(key, f"{kind} of {n.name}") if made is None else made
             self.collectives[term] = node.name
@@ -447,8 +771,7 @@ class _Evaluation:
                 "slice",
                 *(self._value(v) for v in (argument.start, argument.stop, argument.step)),
             )
-        # By text, which tells -0.0 from 0.0 and 1 from 1.0 and True.
-        return (type(argument).__name__, repr(argument))
+        return _plain_value(argument)
 
     def _cells(self, nodes: Iterable[Node]) -> tuple[_Cell, ...]:
         return tuple(dict.fromkeys(c for n in nodes for c in self.cells[n]))

@@ -83,6 +83,11 @@ class Costs:
             moved += self.bytes_of(value_of(given))
         return max(moved / self.compute.memory_bandwidth, self.flops(node, op) / self.compute.flops)
 
+    def copy_seconds(self, value: Any) -> float:
+        """How long a copy of a result takes."""
+        rates = self.compute if isinstance(self.compute, Compute) else Compute()
+        return 2 * self.bytes_of(value) / rates.memory_bandwidth
+
     def flops(self, node: Node, op: Any) -> float:
         """Floating-point operations of products, attention and convolutions."""
         formula = _flop_formula(op)

@@ -121,8 +121,10 @@ def _problem_of(kernels: list[Any], costs: Costs) -> Problem:
             if d.name in made_by
         }
         kinds = [n.node for n in kernel.get_nodes()]
-        start = next((k for k in kinds if isinstance(k, ir._CollectiveKernel)), None)
         wait = next((k for k in kinds if isinstance(k, ir._WaitKernel)), None)
+        # Inductor's wait is a collective's kernel, too.
+        starts_here = [k for k in kinds if isinstance(k, ir._CollectiveKernel) and k is not wait]
+        start = starts_here[0] if starts_here else None
         part = next((k for k in kinds if isinstance(k, ir.MultiOutput)), None)
         buffers = kernel.get_outputs()
         reads = [d.name for d in kernel.read_writes.reads]

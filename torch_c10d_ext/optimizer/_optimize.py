@@ -16,6 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from torch_c10d_ext._groups import (
     group_name,
+    group_rank,
     group_size,
     has_cpu,
     is_fake,
@@ -25,9 +26,9 @@ from torch_c10d_ext._groups import (
 from torch_c10d_ext._op_info import op_info
 from torch_c10d_ext.errors import InvalidArgument
 from torch_c10d_ext.optimizer import _agreement
-from torch_c10d_ext.optimizer._algebra import simplify
-from torch_c10d_ext.optimizer._buckets import bucket_key, is_exact
-from torch_c10d_ext.optimizer._checker import CheckFailed, check_rewrite
+from torch_c10d_ext.optimizer._algebra import Simplified, simplify
+from torch_c10d_ext.optimizer._buckets import bucket_key, is_exact, is_packed
+from torch_c10d_ext.optimizer._checker import CheckFailed, check_rewrite, peak_bytes
 from torch_c10d_ext.optimizer._collectives import Collective, op_of, value_of
 from torch_c10d_ext.optimizer._costs import Costs
 from torch_c10d_ext.optimizer._plan import TOLERANCE, Plan, choose_plan
@@ -62,6 +63,7 @@ class Settings:
     bucket: bool = True
     algebra: bool = True
     agree: str = "every"
+    spmd: bool = False
 
     def __post_init__(self) -> None:
         if self.numerics not in ("bitwise", "rounding"):
@@ -165,6 +167,7 @@ def optimize(
     bucket: bool = True,
     algebra: bool = True,
     agree: str = "every",
+    spmd: bool = False,
     explain: bool = False,
 ) -> Program:
     """Reorders, merges and simplifies the collectives of a graph so that it takes less time.
@@ -199,6 +202,10 @@ def optimize(
             ``"every"``: at every run, which costs a collective of 40 bytes per group, and also
             finds a rank that was recompiled by itself; groups without CPU tensors compare at the
             first run. ``"first"``: at the first run alone. ``"never"``.
+        spmd: promises that ranks run one program: what their graphs hold as a constant is the same
+            on all, and where a graph takes rows at its rank's place, each rank takes its own. Some
+            rules need that; ranks that break the promise raise ``CollectiveMismatch``, unless
+            ``agree`` is ``"never"``.
         explain: prints what was done, what not, and why.
 
     Returns:
@@ -230,6 +237,7 @@ def optimize(
         bucket=bucket,
         algebra=algebra,
         agree=agree,
+        spmd=spmd,
     )
     result, about = optimize_and_report(program, settings)
     if explain:
@@ -305,7 +313,11 @@ def _optimized_graph(
 ) -> tuple[Graph | None, Optimization]:
     about = Optimization()
     try:
-        decided = _decide(graph, settings, about)
+        try:
+            decided = _decide(graph, settings, about)
+        except _TooMuch:
+            about = Optimization()
+            decided = _decide(graph, settings, about, pack=False)
     except Unsupported as error:
         about.reason = str(error)
         _log.info("optimize: the graph stays as it is, as %s", about.reason)
@@ -324,7 +336,7 @@ def _optimized_graph(
     if in_place:
         # The same steps once more: names of nodes stay, which a copy's would not.
         p = _problem(graph, settings.costs())
-        if settings.algebra and simplify(graph, p, settings.numerics, _same_bits(settings)):
+        if settings.algebra and _simplified(graph, p, settings).done:
             p = _problem(graph, settings.costs())
         apply_schedule(graph, p, order)
         new = graph
@@ -334,8 +346,12 @@ def _optimized_graph(
     return new, about
 
 
+class _TooMuch(Exception):
+    """What the copies of packed launches hold does not fit into memory."""
+
+
 def _decide(
-    given: Graph, settings: Settings, about: Optimization
+    given: Graph, settings: Settings, about: Optimization, pack: bool = True
 ) -> tuple[Graph, tuple[Step, ...]]:
     """A copy of a graph that is faster and has passed the checker, and the order of its nodes."""
     if not _has_collectives(given):
@@ -358,12 +374,15 @@ def _decide(
             f"it holds {own.peak_before:,.0f} bytes in its own order, more than the budget of "
             f"{memory:,.0f}"
         )
-    simplified = []
-    if settings.algebra:
-        simplified = simplify(graph, p, settings.numerics, _same_bits(settings))
-        if simplified:
-            p = _problem(graph, costs)
-    keys, sizes = _bucket_keys(p, settings, costs, about) if settings.bucket else ({}, {})
+    rules = _simplified(graph, p, settings) if settings.algebra else Simplified()
+    simplified = rules.done
+    about.missed += rules.missed
+    if simplified:
+        p = _problem(graph, costs)
+    keys: dict[int, Hashable] = {}
+    sizes: dict[int, float] = {}
+    if settings.bucket:
+        keys, sizes = _bucket_keys(p, settings, costs, about, pack)
     plan = choose_plan(
         p, keys, sizes, cap=settings.bucket_bytes, memory=memory, overlap=settings.overlap
     )
@@ -383,8 +402,16 @@ def _decide(
         )
     about.done += simplified
     _describe(p, plan, about)
+    for group, lines in rules.folded.items():
+        about.plan[group] = [*lines, *about.plan[group]]
     apply_schedule(graph, p, plan.order)
-    about.seconds, about.peak, about.launches = plan.timing.total, plan.peak, plan.timing.launches
+    held = plan.peak
+    if any(isinstance(step, tuple) and step[0] in p.copying for step in plan.order):
+        held = peak_bytes(graph, costs.storage_bytes)
+        if held > memory:
+            raise _TooMuch
+    about.peak = held
+    about.seconds, about.launches = plan.timing.total, plan.timing.launches
     about.hidden = hidden_share(p, plan.timing.total, lower_bound(p) if simplified else bound)
     check_rewrite(
         given,
@@ -395,8 +422,25 @@ def _decide(
         ),
         costs.storage_bytes,
         settings.numerics == "rounding",
+        _place_in,
+        settings.spmd,
     )
     return graph, plan.order
+
+
+def _place_in(group: str) -> tuple[int, int]:
+    return group_rank(group), group_size(group)
+
+
+def _simplified(graph: Graph, p: Problem, settings: Settings) -> Simplified:
+    return simplify(
+        graph,
+        p,
+        settings.numerics,
+        _same_bits(settings),
+        group_rank,
+        settings.spmd,
+    )
 
 
 def _copy_of(given: Graph) -> Graph:
@@ -446,7 +490,7 @@ def _same_bits(settings: Settings) -> Callable[[Collective], bool]:
 
 
 def _bucket_keys(
-    p: Problem, settings: Settings, costs: Costs, about: Optimization
+    p: Problem, settings: Settings, costs: Costs, about: Optimization, pack: bool
 ) -> tuple[dict[int, Hashable], dict[int, float]]:
     same = _same_bits(settings)
     keys: dict[int, Hashable] = {}
@@ -455,6 +499,8 @@ def _bucket_keys(
     output = p.nodes[-1]
     for i, c in p.collectives.items():
         key, why = bucket_key(c, same)
+        if key is not None and not pack and is_packed([c]):
+            key, why = None, "copying into and out of one message takes more memory than there is"
         if key is not None and output in c.node.users:
             key, why = None, "it is returned in flight"
         if key is None:
@@ -462,6 +508,8 @@ def _bucket_keys(
             continue
         keys[i] = key
         sizes[i] = costs.bytes_of(value_of(c.inputs[0]))
+        if is_packed([c]):
+            p.copying[i] = costs.copy_seconds(value_of(c.inputs[0]))
     if p.fixed_order and keys:
         about.missed.append("buckets: ranks move different sizes, so that the order is kept")
     for (kind, why), count in why_not.items():

@@ -48,6 +48,8 @@ class Problem:
         made: the storages that a node makes.
         used: the storages that a node needs or makes.
         fixed_order: whether collectives must start in the order of the graph.
+        copying: by start, seconds that a copy into or out of a launch of several takes, where
+            these share one message.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -66,6 +68,7 @@ class Problem:
     fixed_order: bool = False
     lanes: dict[str, int] = field(default_factory=dict)
     latency: dict[int, float] = field(default_factory=dict)
+    copying: dict[int, float] = field(default_factory=dict)
 
     def waits(self) -> dict[int, list[int]]:
         """The waits of each start."""

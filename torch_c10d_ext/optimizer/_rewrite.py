@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch.fx import Graph
 
-from torch_c10d_ext.optimizer._buckets import write_bucket
+from torch_c10d_ext.optimizer._buckets import Landing, write_bucket
 from torch_c10d_ext.optimizer._problem import Problem
 from torch_c10d_ext.optimizer._schedule import Step
 
@@ -17,18 +17,22 @@ def apply_schedule(graph: Graph, p: Problem, order: Sequence[Step]) -> None:
     Placeholders and the output stay first and last.
     """
     output = p.nodes[-1]
+    landings: dict[int, Landing] = {}
     for step in order:
         if isinstance(step, tuple):
             members = [p.collectives[i] for i in step]
             with graph.inserting_before(output):
-                results = write_bucket(graph, members)
-            for collective, result in zip(members, results, strict=True):
-                node = collective.node
-                node.replace_all_uses_with(result, propagate_meta=False)
-                result.meta.setdefault("from", node.name)
-        elif p.nodes[step].op != "placeholder":
-            output.prepend(p.nodes[step])
-    for step in order:
-        if isinstance(step, tuple):
-            for i in step:
-                graph.erase_node(p.nodes[i])
+                made = write_bucket(graph, members)
+            for i, landing in zip(step, made, strict=True):
+                landings[i] = landing
+                landing.replace_start()
+            continue
+        node = p.nodes[step]
+        if node.op != "placeholder":
+            output.prepend(node)
+        start = p.started_by.get(step)
+        if start in landings:
+            with graph.inserting_before(output):
+                landings[start].replace_wait(node)
+    for i in landings:
+        graph.erase_node(p.nodes[i])

@@ -367,6 +367,9 @@ class _Run:
         lane = p.lane[first]
         sent = max(p.latency[i] for i in members)
         sent += sum(p.sent[i] - p.latency[i] for i in members)
+        packed = len(members) > 1 and first in p.copying
+        if packed:
+            self.now += sum(p.copying[i] for i in members)
         self.free[lane] = max(self.now, self.free[lane]) + sent
         for i in members:
             key = self.keys.get(i)
@@ -374,7 +377,7 @@ class _Run:
                 self.weight[key] -= self.by.sizes[i]
             elif key is not None:
                 self.unready[key] -= 1
-            self.lands[i] = self.free[lane]
+            self.lands[i] = self.free[lane] + (p.copying[i] if packed else 0.0)
             self.todo -= 1
         for i in members:
             for j in self._pass_on(i, self.now):

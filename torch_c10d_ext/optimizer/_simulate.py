@@ -33,11 +33,15 @@ def simulate(p: Problem, order: Sequence[Step]) -> Timing:
     launches = 0
     free = [0.0] * len(p.lanes)
     lands: dict[int, float] = {}
+    packed: set[int] = set()
     for step in order:
         if type(step) is int and step not in p.collectives:
             start = p.started_by.get(step)
             if start is not None:
                 now = max(now, lands[start])
+                if start in packed:
+                    now += p.copying[start]
+                    computing += p.copying[start]
             now += p.seconds[step]
             computing += p.seconds[step]
             continue
@@ -46,6 +50,11 @@ def simulate(p: Problem, order: Sequence[Step]) -> Timing:
         seconds = max(p.latency[i] for i in members)
         seconds += sum(p.sent[i] - p.latency[i] for i in members)
         lane = p.lane[first]
+        if len(members) > 1 and first in p.copying:
+            packed.update(members)
+            copied = sum(p.copying[i] for i in members)
+            now += copied
+            computing += copied
         free[lane] = max(now, free[lane]) + seconds
         sent += seconds
         launches += 1
