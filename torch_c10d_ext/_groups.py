@@ -137,9 +137,11 @@ def cpu_backend(pg: dist.ProcessGroup) -> dist.Backend:
     return pg._get_backend(torch.device("cpu"))
 
 
-def is_shm(pg: dist.ProcessGroup) -> bool:
-    """Whether this package's backend serves CPU tensors in a group."""
-    return torch.device("cpu") in pg._device_types and cpu_backend(pg).name() == "shm"
+def is_ours(pg: dist.ProcessGroup) -> bool:
+    """Whether a backend of this package serves CPU tensors in a group."""
+    return torch.device("cpu") in pg._device_types and isinstance(
+        cpu_backend(pg), _C.SplittableBackend
+    )
 
 
 # How many groups were made of a group's ranks. Its ranks count alike, so they agree on a name; that

@@ -872,7 +872,7 @@ def monitored_barrier(
     if name is None:
         return
     pg = process_group(name)
-    if cpu_backend(pg).name() != "shm":
+    if not isinstance(cpu_backend(pg), _C.SplittableBackend):
         dist.monitored_barrier(pg, timeout, wait_all_ranks)
         return
     pg.monitored_barrier(timeout or c10d.default_pg_timeout, wait_all_ranks)

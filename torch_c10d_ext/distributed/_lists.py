@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_c10d_ext._groups import cpu_backend, is_shm, process_group
+from torch_c10d_ext._groups import cpu_backend, is_ours, process_group
 from torch_c10d_ext.distributed import _delivery
 
 Options = TypeVar("Options")
@@ -29,7 +29,7 @@ def backend(name: str, tensors: Iterable[Tensor]) -> Any:
     if not all(t.is_cpu and _delivery.in_place(t) for t in tensors):
         return None
     pg = process_group(name)
-    return cpu_backend(pg) if is_shm(pg) else None
+    return cpu_backend(pg) if is_ours(pg) else None
 
 
 def reduce_op(op: Any) -> Any:

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <map>
 #include <utility>
 
 #include "backends/adapter/capabilities.h"
@@ -32,10 +33,10 @@ namespace {
 using std::string_view;
 using Tensors = std::vector<at::Tensor>;
 
-CheckedBackend::Connect& connect_backend() {
-  // Never destroyed: it holds a Python function, and a group may outlive Python.
-  static auto* instance = new CheckedBackend::Connect;
-  return *instance;
+CheckedBackend::Connect& connect_backend(const std::string& backend) {
+  // Never destroyed: they hold Python functions, and a group may outlive Python.
+  static auto* instance = new std::map<std::string, CheckedBackend::Connect>;
+  return (*instance)[backend];
 }
 
 // How long a group that is destroyed with work in flight waits for it.
@@ -73,8 +74,8 @@ bool is_quick(const HeldRequest& request) {
 
 }  // namespace
 
-void CheckedBackend::set_connect(Connect connect) {
-  connect_backend() = std::move(connect);
+void CheckedBackend::set_connect(Connect connect, const std::string& backend) {
+  connect_backend(backend) = std::move(connect);
 }
 
 CheckedBackend::CheckedBackend(c10::intrusive_ptr<c10d::Backend> inner,
@@ -282,7 +283,7 @@ CheckedBackend::WorkPtr CheckedBackend::endCoalescing() {
 c10::intrusive_ptr<c10d::Backend> CheckedBackend::make_backend(
     std::string_view /*op*/, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
     Milliseconds timeout, const std::string& name, const GlobalRanks& global_ranks) const {
-  return connect_backend()(store, rank, size, timeout, name, global_ranks);
+  return connect_backend(options_.backend)(store, rank, size, timeout, name, global_ranks);
 }
 
 void CheckedBackend::setTimeout(Milliseconds timeout) {
@@ -330,7 +331,8 @@ void bind_fallback(pybind11::module_& m) {
            py::arg("global_ranks"), py::arg("strict"), py::arg("name") = "shm")
       .def_property_readonly("inner", &CheckedBackend::inner_backend,
                              "The backend that does the work.");
-  m.def("set_fallback_connect", &CheckedBackend::set_connect, py::arg("connect"));
+  m.def("set_fallback_connect", &CheckedBackend::set_connect, py::arg("connect"),
+        py::arg("backend") = "shm");
   m.def("close_fallback_groups", &CheckedBackend::close_all, py::arg("grace"),
         py::call_guard<py::gil_scoped_release>());
 }

@@ -46,11 +46,11 @@ class CheckedBackend final : public SplittableBackend,
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   using Tensors = std::vector<at::Tensor>;
 
-  // Who makes the backend of some ranks of a group; collective over them.
+  // Who makes the backend of some ranks of a group of this name ("shm"); collective over them.
   using Connect = std::function<c10::intrusive_ptr<c10d::Backend>(
       const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Milliseconds timeout,
       const std::string& group_name, const GlobalRanks& global_ranks)>;
-  static void set_connect(Connect connect);
+  static void set_connect(Connect connect, const std::string& backend);
 
   // What has been started ends within `grace` or fails, and the groups of this process are left:
   // the other ranks know at once.
