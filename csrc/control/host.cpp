@@ -24,8 +24,8 @@ std::string this_host() {
   std::array<char, HOST_NAME_MAX + 1> name{};
   gethostname(name.data(), name.size() - 1);
   std::string host = boot + ' ' + name.data();
-  for (const char* space : {"/proc/self/ns/ipc", "/proc/self/ns/pid", "/proc/self/ns/mnt",
-                            "/proc/self/ns/net", "/proc/self/ns/user"}) {
+  for (const char* space :
+       {"/proc/self/ns/ipc", "/proc/self/ns/pid", "/proc/self/ns/net", "/proc/self/ns/user"}) {
     host += ' ' + target_of_link(space);
   }
   return host;

@@ -1,6 +1,7 @@
 #include "backends/mpi/pmi_server.h"
 
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -34,6 +35,12 @@ constexpr int kValueSize = 1024;
 constexpr milliseconds kFirstPause{1};
 constexpr milliseconds kLastPause{20};
 
+// The library's memory has names, in what is mounted there.
+std::string shared_memory() {
+  struct stat there{};
+  return stat("/dev/shm", &there) == 0 ? std::to_string(there.st_dev) : std::string("none");
+}
+
 class Session {
  public:
   Session(int fd, KeyValueStore store, Count count, int rank, int size)
@@ -45,7 +52,7 @@ class Session {
 
   void run() {
     // It may be asked for before anybody has met: this rank's part is there from the start.
-    store_.set("host/" + std::to_string(rank_), this_host());
+    store_.set("host/" + std::to_string(rank_), this_host() + ' ' + shared_memory());
     std::string line;
     while (receive(line)) {
       if (!answer(line)) {
