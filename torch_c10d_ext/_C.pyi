@@ -185,6 +185,22 @@ def set_fallback_connect(connect: Callable[..., dist.Backend], backend: str = "s
 
 class MpiBackend(dist.Backend): ...
 
+class HierarchicalBackend(dist.Backend):
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        group_name: str,
+        hosts: list[list[int]],
+        local: dist.Backend | None,
+        rail: dist.Backend | None,
+        flat: dist.Backend,
+    ) -> None: ...
+    @property
+    def hosts(self) -> list[list[int]]: ...
+
+def this_host() -> str: ...
+def part_of_global_ranks(global_ranks: GlobalRanks, ranks: list[int]) -> GlobalRanks: ...
 def connect_mpi(
     store: dist.Store,
     rank: int,

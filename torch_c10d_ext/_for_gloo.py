@@ -98,7 +98,7 @@ def backend_of(group: Group = None, device: str | torch.device | None = None) ->
         )
     backend = _unwrapped(pg._get_backend(torch.device(kind)))
     if isinstance(backend, _C.CheckedBackend) and backend.name() == "shm":
-        return "gloo"
+        return "shm+gloo" if isinstance(backend.inner, _C.HierarchicalBackend) else "gloo"
     return backend.name()
 
 

@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "backends/checked/backend.h"
+#include "backends/hierarchical/backend.h"
 #include "backends/mpi/backend.h"
 #include "backends/shm/backend.h"
 #include "base/call_site.h"
@@ -215,6 +216,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_shm(m);
   bind_fallback(m);
   bind_mpi(m);
+  bind_hierarchical(m);
   bind_works(m);
   bind_capabilities(m);
   bind_tally(m);

@@ -69,8 +69,14 @@ const std::map<std::string, Capabilities>& known() {
     libmpi.reduces_avg = libmpi.reduces_avg_to_one = true;
     libmpi.reduces_low_precision = true;
 
-    return new std::map<std::string, Capabilities>{
-        {"gloo", gloo}, {"nccl", nccl}, {"fake", fake}, {"libmpi", libmpi}};
+    Capabilities hierarchical = ours;  // hierarchical/backend.h
+    hierarchical.has_blocking_messages = true;
+
+    return new std::map<std::string, Capabilities>{{"gloo", gloo},
+                                                   {"nccl", nccl},
+                                                   {"fake", fake},
+                                                   {"libmpi", libmpi},
+                                                   {"hierarchical", hierarchical}};
   }();
   return *rows;
 }
