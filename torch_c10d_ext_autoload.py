@@ -52,7 +52,7 @@ def hook(c10d: Any) -> None:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if not (_is_loaded() or os.environ.get(SWITCH) or _names_shm(backend)):
+        if not (_is_loaded() or os.environ.get(SWITCH) or _names_ours(backend)):
             return make(group_size, group_rank, global_ranks_in_group, backend, *args, **kwargs)
         from torch_c10d_ext import _for_gloo
 
@@ -70,7 +70,19 @@ def _is_loaded() -> bool:
 
 def _names_shm(backend: object) -> bool:
     """Whether "shm", "cpu:shm" or "cpu:shm,cuda:nccl" is given."""
-    return "shm" in (part.rpartition(":")[2] for part in str(backend).lower().split(","))
+    return "shm" in _names(backend)
+
+
+def _names_ours(backend: object) -> bool:
+    """The same of all that this package makes: "mpi", too, where torch was built without MPI."""
+    import torch.distributed as dist
+
+    names = _names(backend)
+    return "shm" in names or ("mpi" in names and not dist.is_mpi_available())
+
+
+def _names(backend: object) -> set[str]:
+    return {part.rpartition(":")[2] for part in str(backend).lower().split(",")}
 
 
 class _Accelerate:

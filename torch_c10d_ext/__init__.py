@@ -34,6 +34,7 @@ from torch_c10d_ext import (
     _for_gloo,
     _groups,
     _inductor,
+    _mpi,
     _tally,
     errors,
     functional,
@@ -52,6 +53,7 @@ _inductor.enable()
 _tally.register()
 _exit.register()
 atexit.register(_C.sweep)
+_mpi.register()
 _backends.register()
 _for_gloo.install()
 _call_site.register()

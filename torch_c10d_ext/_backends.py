@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 import torch_c10d_ext_autoload
-from torch_c10d_ext import _C
+from torch_c10d_ext import _C, _hosts
 
 _log = logging.getLogger("torch_c10d_ext")
 
@@ -36,6 +36,8 @@ _LONGEST = dt.timedelta(days=365)
 # How often a wait for gloo looks around, in seconds.
 _LOOK = 0.01
 
+# How often this process has made a group of a name, at whose store older ones may have met.
+_meetings: dict[str, int] = {}
 # Why groups of this process fell back: each reason is logged once.
 _told: set[str] = set()
 
@@ -128,15 +130,36 @@ def _create_shm(options: Any, _pg_options: Any) -> Any:
 def _connect(
     store: Any, rank: int, size: int, timeout: dt.timedelta, name: str, global_ranks: Any
 ) -> Any:
-    """A group's backend: shm, or on all ranks gloo, checked, where they cannot share memory."""
+    """A group's backend: shm, or its verbs where not all ranks can share memory.
+
+    Those are over gloo alone, or over shared memory inside each of several hosts and gloo between.
+    """
     settings = shm_settings()
-    backend, session = share_memory(store, rank, size, timeout, name, global_ranks)
+    if _hosts.NAME in os.environ:
+        turn = _meetings[name] = _meetings.get(name, 0) + 1
+        backend, session = None, f"named_hosts/{turn}"
+    else:
+        backend, session = share_memory(store, rank, size, timeout, name, global_ranks)
     if backend is not None:
         return backend
-    gloo, store = meet_over_gloo(store, session, rank, size, timeout, name, global_ranks)
+    inner = _hosts.connect(
+        store,
+        rank,
+        size,
+        min(timeout, _LONGEST),
+        name,
+        global_ranks,
+        session,
+        settings,
+        meet_over_gloo,
+    )
+    if inner is None:
+        inner, store = meet_over_gloo(store, session, rank, size, timeout, name, global_ranks)
+    else:
+        store = dist.PrefixStore(f"{session}/", store)
     timeout = min(timeout, _LONGEST)
     return _C.CheckedBackend(
-        gloo, store, timeout, name, global_ranks, settings["strict"], connect=_connect
+        inner, store, timeout, name, global_ranks, settings["strict"], connect=_connect
     )
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from torch_c10d_ext import _C, _backends
+from torch_c10d_ext import _C, _backends, _mpi
 from torch_c10d_ext._groups import Group, device_of, group_name, process_group, unwrapped
 from torch_c10d_ext.errors import InvalidArgument
 from torch_c10d_ext_autoload import SWITCH
@@ -67,7 +67,7 @@ def use_shm_for_gloo(enabled: bool = True) -> None:
 
 
 def backend_of(group: Group = None, device: str | torch.device | None = None) -> str:
-    """The backend that serves a group: ``"shm"``, ``"gloo"``, ``"nccl"``.
+    """The backend that serves a group: ``"shm"``, ``"gloo"``, ``"mpi"``, ``"nccl"``.
 
     What ``torch.distributed.get_backend`` says is the name that the group was made with.
 
@@ -97,7 +97,10 @@ def backend_of(group: Group = None, device: str | torch.device | None = None) ->
             f"{_C.where(name)}"
         )
     backend = unwrapped(pg._get_backend(torch.device(kind)))
-    return backend.inner.name() if isinstance(backend, _C.CheckedBackend) else backend.name()
+    if not isinstance(backend, _C.CheckedBackend) or isinstance(backend.inner, _C.MpiBackend):
+        return backend.name()
+    inner = backend.inner
+    return "shm+gloo" if isinstance(inner, _C.HierarchicalBackend) else inner.name()
 
 
 def make_group(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -108,6 +111,8 @@ def make_group(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     size, rank, ranks, backend, *rest = args
     devices = _devices(backend)
+    if _mpi.is_named(devices):
+        return _mpi.make_group(make, devices, *args, **kwargs)
     verdict = _verdict() if devices.get("cpu") == "gloo" else None
     if verdict is None:
         pg, store = make(*args, **kwargs)

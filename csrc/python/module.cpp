@@ -10,6 +10,8 @@
 #include <algorithm>
 
 #include "backends/checked/backend.h"
+#include "backends/hierarchical/backend.h"
+#include "backends/mpi/backend.h"
 #include "backends/shm/backend.h"
 #include "base/call_site.h"
 #include "base/exceptions.h"
@@ -214,6 +216,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_rendezvous(m);
   bind_shm(m);
   bind_checked(m);
+  bind_mpi(m);
+  bind_hierarchical(m);
   bind_works(m);
   bind_capabilities(m);
   bind_tally(m);

@@ -38,6 +38,8 @@ TORCH_WARNINGS = (
 
 # The backend of this name is shm's fall-back.
 FALLBACK = "fallback"
+# "hosts:aab": shm with ranks 0 and 1 on one host, and rank 2 on another.
+HOSTS = "hosts:"
 
 
 def main(
@@ -72,9 +74,11 @@ def main(
         _make_warnings_errors()
         if backend == FALLBACK:
             os.environ["TORCH_C10D_EXT_SHM_DISABLE"] = "1"
+        if backend.startswith(HOSTS):
+            os.environ["TORCH_C10D_EXT_SHM_HOST"] = backend.removeprefix(HOSTS)[rank]
         store = dist.FileStore(os.path.join(scratch, "rendezvous"), world_size)
         dist.init_process_group(
-            "shm" if backend == FALLBACK else backend,
+            "shm" if backend == FALLBACK or backend.startswith(HOSTS) else backend,
             store=store,
             rank=rank,
             world_size=world_size,

