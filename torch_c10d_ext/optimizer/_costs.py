@@ -5,7 +5,6 @@ All of it from shapes, so that ranks that run one program come to the same numbe
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +14,7 @@ from torch.fx import Node
 
 from torch_c10d_ext.optimizer._collectives import tensors_in, value_of
 from torch_c10d_ext.report import Compute, Link
+from torch_c10d_ext.report._flops import flops
 
 # Stands for every size that is not known when the graph is made. What was traced with may differ
 # between ranks, and so must not decide anything.
@@ -90,32 +90,4 @@ class Costs:
 
     def flops(self, node: Node, op: Any) -> float:
         """Floating-point operations of products, attention and convolutions."""
-        formula = _flop_formula(op)
-        if formula is None:
-            return 0.0
-
-        def shape(argument: Any) -> Any:
-            value = value_of(argument) if isinstance(argument, Node) else argument
-            if isinstance(value, torch.Tensor):
-                return torch.Size([self.size(s) for s in value.shape])
-            if isinstance(value, torch.SymInt):
-                return self.size(value)
-            if isinstance(value, list | tuple):
-                return type(value)(shape(v) for v in value)
-            return value
-
-        given = [shape(a) for a in node.args]
-        named = {k: shape(v) for k, v in node.kwargs.items()}
-        try:
-            return float(formula(*given, **named, out_val=None, out_shape=shape(node)))
-        except (TypeError, ValueError, AssertionError, IndexError):
-            return 0.0  # a formula for another form of the op
-
-
-@functools.cache
-def _flop_formula(op: Any) -> Any:
-    """Torch's own count of an op's floating-point operations."""
-    from torch.utils.flop_counter import flop_registry
-
-    found = flop_registry.get(getattr(op, "overloadpacket", None))
-    return getattr(found, "__wrapped__", found)
+        return flops(node, op, value_of, self.size)
