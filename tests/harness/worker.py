@@ -99,6 +99,9 @@ def main(
     import torch.distributed as dist
 
     dist.destroy_process_group()
+    from torch_c10d_ext import _mpi
+
+    _mpi._close()  # MPICH leaves memory of its own in /dev/shm otherwise
     # Threads of a backend may outlive its group; interpreter shutdown would race with them.
     os._exit(0)
 
