@@ -159,11 +159,32 @@ def test_counts_by_backend() -> None:
         assert amount in (400, 500)
         assert busy > 0
         assert waited >= 0
-        calls, amount, busy, waited = rows["gloo"]
+        calls, amount, busy, _ = rows["gloo"]
         assert calls >= 3
         assert amount >= 300
         assert busy > 0
-        assert waited is None  # gloo itself does the waiting
+
+
+GLOO_ALONE = """
+import torch, torch.distributed as dist
+import torch_c10d_ext
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(5))
+dist.destroy_process_group()
+"""
+
+
+def test_nobody_knows_what_gloo_itself_waits(installed: dict[str, str], tmp_path: Path) -> None:
+    folder = tmp_path / "tally"
+    folder.mkdir()
+    done = python(["-c", GLOO_ALONE], {**installed, _tally.VARIABLE: str(folder)})
+    assert done.returncode == 0, done.stderr
+    processes, rows = _tally.read(folder)
+    assert processes == 1
+    assert rows["gloo"].calls == 1
+    assert rows["gloo"].bytes == 20
+    assert rows["gloo"].waited is None
+    assert "waited" not in _tally.summary(processes, rows)
 
 
 def _waits_for_another(disable: bool) -> tuple[str, list[float]]:
