@@ -51,6 +51,22 @@ def _pools() -> Iterator[None]:
     pool.stop(MPI)
 
 
+def _names_of_segments() -> list[str]:
+    with open("/proc/self/maps") as maps:
+        return [line.split(maxsplit=5)[-1].strip() for line in maps if "/mpich_shm_" in line]
+
+
+def _keeps_no_name_of_its_memory() -> None:
+    dist.all_reduce(torch.ones(1))
+    names = _names_of_segments()
+    assert names
+    assert all(name.endswith("(deleted)") for name in names), names
+
+
+def test_memory_is_not_left_behind_by_ranks_that_are_killed() -> None:
+    run(2, _keeps_no_name_of_its_memory, backend=MPI)
+
+
 # --- the contract of the ops ---------------------------------------------------------------------
 
 

@@ -2,10 +2,14 @@
 
 #include <dlfcn.h>
 #include <link.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <fstream>
 #include <string_view>
+#include <thread>
 #include <type_traits>
 #include <utility>
 
@@ -157,6 +161,29 @@ class LibraryOf final : public Library {
     // The default is to end the process.
     check(call_.Comm_set_errhandler(constants_.world, constants_.errors_return),
           "MPI_Comm_set_errhandler");
+    if (is_ours_) {
+      drop_segment_names();
+    }
+  }
+
+  // MPICH keeps the name of its shared memory until MPI_Finalize: a rank that is killed before
+  // would leave the memory behind. Once all ranks have mapped it nobody needs the name.
+  void drop_segment_names() {
+    H request{};
+    check(call_.Ibarrier(constants_.world, &request), "MPI_Ibarrier");
+    for (int is_done = 0; is_done == 0;) {
+      check(call_.Test(&request, &is_done, constants_.status_ignore), "MPI_Test");
+      if (is_done == 0) {
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+      }
+    }
+    std::ifstream maps("/proc/self/maps");
+    for (std::string line; std::getline(maps, line);) {
+      const auto at = line.find("/dev/shm/mpich_shm_");
+      if (at != std::string::npos) {
+        unlink(line.c_str() + at);  // another rank may have been first
+      }
+    }
   }
 
   bool is_ours() const override {
