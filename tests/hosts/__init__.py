@@ -1,0 +1,1 @@
+"""Backends that reach other hosts: `make test-hosts`."""
