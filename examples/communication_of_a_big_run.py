@@ -22,6 +22,7 @@ Expected output:
 
     step 6,412.6 us: 3,936.2 computing, 2,476.5 waiting
     communication 3,540.8 us: 1,064.3 hidden by computation
+    memory 469,762,048 bytes at most
 """
 
 import torch
