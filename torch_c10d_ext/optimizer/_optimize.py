@@ -27,6 +27,7 @@ from torch_c10d_ext._op_info import op_info
 from torch_c10d_ext.errors import InvalidArgument
 from torch_c10d_ext.optimizer import _agreement
 from torch_c10d_ext.optimizer._algebra import Simplified, simplify
+from torch_c10d_ext.optimizer._bounds import lower_bound
 from torch_c10d_ext.optimizer._buckets import bucket_key, is_exact, is_packed
 from torch_c10d_ext.optimizer._checker import CheckFailed, check_rewrite, peak_bytes
 from torch_c10d_ext.optimizer._collectives import Collective, op_of, value_of
@@ -35,7 +36,7 @@ from torch_c10d_ext.optimizer._plan import TOLERANCE, Plan, choose_plan
 from torch_c10d_ext.optimizer._problem import Problem, Unsupported, read_problem
 from torch_c10d_ext.optimizer._rewrite import apply_schedule
 from torch_c10d_ext.optimizer._schedule import Step
-from torch_c10d_ext.optimizer._simulate import hidden_share, lower_bound
+from torch_c10d_ext.optimizer._simulate import hidden_share
 from torch_c10d_ext.report import Compute, Link
 
 _log = logging.getLogger("torch_c10d_ext")
@@ -363,7 +364,8 @@ def _decide(
     _describe(p, own, about)
     about.seconds_before, about.peak_before = own.before.total, own.peak_before
     about.launches_before = own.before.launches
-    bound = lower_bound(p)
+    may_share = _bucket_keys(p, settings, costs, Optimization(), pack)[0] if settings.bucket else {}
+    bound = lower_bound(p, may_share)
     about.hidden_before = hidden_share(p, own.before.total, bound)
     about.seconds, about.peak = about.seconds_before, about.peak_before
     about.launches, about.hidden = about.launches_before, about.hidden_before
@@ -412,7 +414,7 @@ def _decide(
             raise _TooMuch
     about.peak = held
     about.seconds, about.launches = plan.timing.total, plan.timing.launches
-    about.hidden = hidden_share(p, plan.timing.total, lower_bound(p) if simplified else bound)
+    about.hidden = hidden_share(p, plan.timing.total, lower_bound(p, keys) if simplified else bound)
     check_rewrite(
         given,
         graph,
