@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from torch_c10d_ext.optimizer._problem import Problem
 
@@ -53,12 +54,14 @@ def lower_bound(p: Problem, mergeable: Collection[int] | None = None) -> float:
         for j in done[i]:
             tails[j] = max(tails[j], tails[i] + took[i])
     if count <= _ALL_ANCESTORS:
-        before = _ancestors(done, started)
-        loads = torch.tensor(load, dtype=torch.float64)
-        machines = torch.tensor(machine)
-        for _ in range(2):
-            heads = _behind(heads, took, before, loads, machines, done)
-            tails = _ahead(tails, took, before, loads, machines, done)
+        # Compilers call this where tensors are fake, which would make these fake, too.
+        with unset_fake_temporarily(), torch.device("cpu"):
+            before = _ancestors(done, started)
+            loads = torch.tensor(load, dtype=torch.float64)
+            machines = torch.tensor(machine)
+            for _ in range(2):
+                heads = _behind(heads, took, before, loads, machines, done)
+                tails = _ahead(tails, took, before, loads, machines, done)
     tasks: list[list[tuple[float, float, float]]] = [[] for _ in range(1 + len(p.lanes))]
     longest = 0.0
     for i in range(count):
