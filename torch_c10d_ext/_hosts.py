@@ -104,6 +104,7 @@ def connect(
                 _C.part_of_global_ranks(global_ranks, ranks),
                 # Messages and exchanges between hosts need it, and not of all pairs.
                 is_lazy=part == "flat",
+                part=_engines.Part(ranks, size),
             )
     if rank == 0:
         counts = ", ".join(str(len(ranks)) for ranks in hosts)
