@@ -29,6 +29,8 @@ _LONGEST = dt.timedelta(days=365)
 _LOOK = 0.01
 
 
+# What gloo itself reads: the interfaces to use.
+_INTERFACES = "GLOO_SOCKET_IFNAME"
 # Of an interface, its IPv4 address: linux/sockios.h.
 _SIOCGIFADDR = 0x8915
 
@@ -174,7 +176,7 @@ def meet_over_gloo(
 
 def _own_address() -> str:
     """Where gloo of this rank is reached."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    interface = os.environ.get(_INTERFACES, "").split(",")[0]
     try:
         if not interface:
             return str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0])
@@ -213,7 +215,7 @@ def _no_way_to(address: str) -> str:
 def _lazy_devices() -> list[Any]:
     """The devices of gloo, as torch makes them, but for when they connect."""
     gloo = dist.ProcessGroupGloo
-    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    interfaces = os.environ.get(_INTERFACES, "")
     if not interfaces:
         return [gloo.create_default_device(lazy_init=True)]
     return [gloo.create_device(interface=one, lazy_init=True) for one in interfaces.split(",")]

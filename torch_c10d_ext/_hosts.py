@@ -118,7 +118,9 @@ def connect(
                 text,
                 engine,
             )
-    whole = _C.HierarchicalBackend(rank, size, name, hosts, local, made.get("rail"), made["flat"])
+    whole = _C.HierarchicalBackend(
+        rank, size, name, hosts, local, made.get("rail"), made["flat"], f"shm+{engine}"
+    )
     return whole, engine
 
 
