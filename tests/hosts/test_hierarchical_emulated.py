@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks import hosts as bench
 from tests.harness import emulated_hosts as emulated
+from torch_c10d_ext import Link, Topology
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEADLINE = 120.0
@@ -156,6 +158,26 @@ def test_random_calls_over_a_network_that_loses_frames(engine: str, tmp_path: Pa
     with _ranks((0, 1, 0, 1), "random_calls", tmp_path, 1.0, **settings) as ranks:
         for rank in range(4):
             assert ranks.result(rank, DEADLINE + 0.2 * CALLS) == {"done": CALLS}
+
+
+def test_the_benchmarks_bound_is_that_of_the_model() -> None:
+    """The link alone, without what ranks of a host do among themselves."""
+    free = Link(latency=0, bandwidth=float("inf"))
+    for hosts, here in ((2, 2), (4, 2), (4, 8)):
+        topology = Topology(here, inside=free, between=Link(latency=1e-4, bandwidth=1e8))
+        for verb, op in (
+            ("all_gather", "all_gather_into_tensor"),
+            ("reduce_scatter", "reduce_scatter_tensor"),
+            ("all_to_all", "all_to_all_single"),
+            ("broadcast", "broadcast"),
+        ):
+            times = topology.times(op, hosts * here, 1 << 24)
+            bound = bench.bound(verb, 1 << 24, hosts, here, 1e8, 1e-4)
+            assert times["rails"] == pytest.approx(bound)
+        rails = topology.times("all_reduce", hosts * here, 1 << 24)["rails"]
+        assert rails - 1e-4 == pytest.approx(
+            bench.bound("all_reduce", 1 << 24, hosts, here, 1e8, 1e-4)
+        )
 
 
 JOIN = """
