@@ -203,6 +203,7 @@ class HierarchicalBackend(dist.Backend):
         local: dist.Backend | None,
         rail: dist.Backend | None,
         flat: dist.Backend,
+        title: str,
     ) -> None: ...
     @property
     def title(self) -> str: ...

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import datetime as dt
+import fcntl
 import os
+import socket
+import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent import futures
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -23,6 +27,20 @@ _MPI = "mpi"
 _LONGEST = dt.timedelta(days=365)
 # How often a wait for gloo looks around, in seconds.
 _LOOK = 0.01
+
+
+# What gloo itself reads: the interfaces to use.
+_INTERFACES = "GLOO_SOCKET_IFNAME"
+# Of an interface, its IPv4 address: linux/sockios.h.
+_SIOCGIFADDR = 0x8915
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some ranks of a group: their numbers in it, and how many it has."""
+
+    ranks: Sequence[int]
+    size: int
 
 
 def own_engine() -> str:
@@ -69,16 +87,18 @@ def connect(
     name: str,
     global_ranks: Any,
     is_lazy: bool = False,
+    part: Part | None = None,
 ) -> Any:
     """The backend of some ranks, which all call it.
 
     Args:
         session: a name of this meeting, the same on all of them.
         is_lazy: two ranks connect when the first data goes between them, where the engine can.
+        part: what they are of a larger group, for texts.
     """
     if engine == DEFAULT:
         return meet_over_gloo(
-            store, session, rank, size, timeout, name, global_ranks, is_lazy=is_lazy
+            store, session, rank, size, timeout, name, global_ranks, is_lazy=is_lazy, part=part
         )[0]
     store = dist.PrefixStore(f"{session}/", store)
     if engine == _MPI:
@@ -115,6 +135,7 @@ def meet_over_gloo(
     name: str,
     global_ranks: Any,
     is_lazy: bool = False,
+    part: Part | None = None,
 ) -> tuple[Any, Any]:
     """A gloo backend of the group whose ranks cannot share memory, and the store it met at."""
     timeout = min(timeout, _LONGEST)
@@ -132,6 +153,8 @@ def meet_over_gloo(
         options._timeout = timeout
         return dist.ProcessGroupGloo(meeting, rank, size, options)
 
+    store.set(f"address/{rank}", _own_address())
+
     def connect() -> Any:
         made = make()
         made._set_sequence_number_for_group()
@@ -141,17 +164,58 @@ def meet_over_gloo(
         gloo = away(connect, expected.check, timeout)
     except RuntimeError as error:
         expected.look()
+        part = part or Part(list(range(size)), size)
+        said = str(error).splitlines()[0]
         raise dist.DistBackendError(
-            f"shm: every rank must join the group, got: {error} "
-            f"(rank {rank}/{size}, group '{name}')"
+            f"shm: every rank must join the group, got: {said}; tried "
+            f"{_tried(store, rank, part.ranks)} (rank {part.ranks[rank]}/{part.size}, "
+            f"group '{name}')"
         ) from error
     return gloo, store
+
+
+def _own_address() -> str:
+    """Where gloo of this rank is reached."""
+    interface = os.environ.get(_INTERFACES, "").split(",")[0]
+    try:
+        if not interface:
+            return str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0])
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            request = struct.pack("256s", interface.encode()[:15])
+            answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)
+        return socket.inet_ntoa(answer[20:24])
+    except OSError:
+        return "an address that it does not know"
+
+
+def _tried(store: Any, rank: int, ranks: Sequence[int]) -> str:
+    """Where the others are, and whether there is a way to there."""
+    tried = []
+    for other, number in enumerate(ranks):
+        if other == rank:
+            continue
+        if not store.check([f"address/{other}"]):
+            tried.append(f"rank {number} (which has not said where it is)")
+            continue
+        address = store.get(f"address/{other}").decode()
+        tried.append(f"rank {number} at {address}{_no_way_to(address)}")
+    return ", ".join(tried)
+
+
+def _no_way_to(address: str) -> str:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # sends nothing: asks for a route
+    except OSError as error:
+        return f" ({error.strerror or error})"
+    return ""
 
 
 def _lazy_devices() -> list[Any]:
     """The devices of gloo, as torch makes them, but for when they connect."""
     gloo = dist.ProcessGroupGloo
-    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    interfaces = os.environ.get(_INTERFACES, "")
     if not interfaces:
         return [gloo.create_default_device(lazy_init=True)]
     return [gloo.create_device(interface=one, lazy_init=True) for one in interfaces.split(",")]

@@ -104,6 +104,7 @@ def connect(
                 _C.part_of_global_ranks(global_ranks, ranks),
                 # Messages and exchanges between hosts need it, and not of all pairs.
                 is_lazy=part == "flat",
+                part=_engines.Part(ranks, size),
             )
     if rank == 0:
         counts = ", ".join(str(len(ranks)) for ranks in hosts)
@@ -117,7 +118,9 @@ def connect(
                 text,
                 engine,
             )
-    whole = _C.HierarchicalBackend(rank, size, name, hosts, local, made.get("rail"), made["flat"])
+    whole = _C.HierarchicalBackend(
+        rank, size, name, hosts, local, made.get("rail"), made["flat"], f"shm+{engine}"
+    )
     return whole, engine
 
 

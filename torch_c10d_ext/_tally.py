@@ -32,7 +32,7 @@ def register() -> None:
     """Counts from now on, where the environment asks for it."""
     folder = os.environ.get(VARIABLE)
     if folder:
-        # Of groups on several hosts the parts count, too: inside as shm, between as the engine.
+        # What goes between the hosts of a group counts as its engine's, too.
         names = [*dist.Backend.backend_list, _mpi.NAME]
         _C.start_tally([*names, *(f"shm+{name}" for name in names)])
         atexit.register(_write, Path(folder), os.getpid())

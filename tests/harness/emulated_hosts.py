@@ -65,8 +65,8 @@ def why_not() -> str:
 class Hosts:
     """Some hosts that are there, and what was started on them."""
 
-    def __init__(self, names: Sequence[str], inits: Sequence[int], switch: subprocess.Popen[str]):
-        self.names = names
+    def __init__(self, spaces: Sequence[str], inits: Sequence[int], switch: subprocess.Popen[str]):
+        self._spaces = spaces
         self._inits = inits
         self._switch = switch
         self._started: list[subprocess.Popen[bytes]] = []
@@ -74,6 +74,14 @@ class Hosts:
     def address(self, host: int) -> str:
         """Of a host, for the others."""
         return f"10.213.77.{host + 1}"
+
+    def give_address(self, host: int, address: str) -> None:
+        """One more, with its network: "10.214.0.1/24"."""
+        _run("ip", "-n", self._spaces[host], "address", "add", address, "dev", "eth0")
+
+    def take_address(self, host: int, address: str) -> None:
+        """Undoes ``give_address``."""
+        _run("ip", "-n", self._spaces[host], "address", "del", address, "dev", "eth0")
 
     def start(
         self,
@@ -186,7 +194,7 @@ def emulated_hosts(
             int(Path(f"/proc/{init.pid}/task/{init.pid}/children").read_text().split()[0])
             for init in inits
         ]
-        hosts = Hosts([f"host{i}" for i in range(count)], firsts, switch)
+        hosts = Hosts(names, firsts, switch)
         stack.callback(hosts.stop_all)
         yield hosts
 

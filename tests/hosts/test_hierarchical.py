@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from tests.backends import test_shm as shm
 from tests.backends import test_shm_faults as faults
 from tests.contract import FUNCTIONAL, verify
 from tests.harness import pool, run
-from torch_c10d_ext import _C
+from torch_c10d_ext import _C, _tally
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -289,3 +291,26 @@ def _unknown_and_mixed() -> None:
 @pytest.mark.parametrize("hosts", ("aab",))
 def test_engines_that_are_none_or_differ_are_refused_on_all_ranks(hosts: str) -> None:
     run(len(hosts), _unknown_and_mixed, backend=f"hosts:{hosts}")
+
+
+@pytest.mark.parametrize("engine", ("gloo", "mpi"))
+def test_the_report_counts_the_whole_and_what_goes_between(engine: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples/train_over_two_hosts.py"), "--engine", engine],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "TORCH_C10D_EXT_TALLY": str(tmp_path),
+        },
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    _, rows = _tally.read(tmp_path)
+    whole, between = rows[f"shm+{engine}"], rows[engine]
+    assert whole.calls > 30 and whole.bytes > 0 and whole.busy > 0
+    assert whole.waited is not None and whole.waited > 0
+    # An all_reduce of gradients is one between hosts at least.
+    assert between.calls > 30 and 0 < between.bytes < whole.bytes

@@ -1,4 +1,5 @@
-// Groups of ranks on several hosts: shared memory inside, another engine between.
+// Groups of ranks on several hosts: shared memory inside, another engine between. One file, for
+// c10d compiles slowly.
 
 #include "backends/hierarchical/backend.h"
 
@@ -40,11 +41,6 @@ constexpr int64_t kParts = 8;
 // Its numbers are torch's: process_group/argument_checks.cpp asserts it.
 Reduction reduction_of(const c10d::ReduceOp& op) {
   return {static_cast<ReduceOp>(op.op_), std::nullopt};
-}
-
-// As backend_of() calls it.
-std::string title_of(const std::string& engine) {
-  return "shm+" + (engine == "libmpi" ? "mpi" : engine);
 }
 
 at::Tensor flat(const at::Tensor& t) {
@@ -200,7 +196,7 @@ WorkPtr HierarchicalBackend::schedule(c10d::OpType type, const at::Tensor& input
 
 HierarchicalBackend::HierarchicalBackend(int rank, int size, const std::string& group_name,
                                          std::vector<std::vector<int>> hosts, BackendPtr local,
-                                         BackendPtr rail, BackendPtr flat)
+                                         BackendPtr rail, BackendPtr flat, std::string title)
     : c10d::Backend(rank, size),
       group_({}, group_name, rank, size),
       hosts_(std::move(hosts)),
@@ -209,7 +205,7 @@ HierarchicalBackend::HierarchicalBackend(int rank, int size, const std::string& 
       local_(std::move(local)),
       rail_(std::move(rail)),
       flat_(std::move(flat)),
-      title_(title_of(flat_.backend->getBackendName())),
+      title_(std::move(title)),
       thread_(Thread::start()) {
   for (size_t host = 0; host < hosts_.size(); ++host) {
     is_even_ = is_even_ && hosts_[host].size() == hosts_[0].size();
@@ -599,9 +595,9 @@ void bind_hierarchical(pybind11::module_& m) {
       m, "HierarchicalBackend", "Shared memory inside each host, another engine between them.")
       .def(py::init<int, int, const std::string&, std::vector<std::vector<int>>,
                     c10::intrusive_ptr<c10d::Backend>, c10::intrusive_ptr<c10d::Backend>,
-                    c10::intrusive_ptr<c10d::Backend>>(),
+                    c10::intrusive_ptr<c10d::Backend>, std::string>(),
            py::arg("rank"), py::arg("size"), py::arg("group_name"), py::arg("hosts"),
-           py::arg("local"), py::arg("rail"), py::arg("flat"))
+           py::arg("local"), py::arg("rail"), py::arg("flat"), py::arg("title"))
       .def_property_readonly("hosts", &HierarchicalBackend::hosts,
                              "The group's ranks of each host.")
       .def_property_readonly("title", &HierarchicalBackend::title,

@@ -44,10 +44,10 @@ class HierarchicalBackend final : public c10d::Backend {
   using Tensors = std::vector<at::Tensor>;
 
   // `hosts`: the group's ranks of each host. `local`: null on a host with one rank; `rail`: null on
-  // ranks that are in none.
+  // ranks that are in none. `title`: what it is in profilers and reports.
   HierarchicalBackend(int rank, int size, const std::string& group_name,
                       std::vector<std::vector<int>> hosts, BackendPtr local, BackendPtr rail,
-                      BackendPtr flat);
+                      BackendPtr flat, std::string title);
   ~HierarchicalBackend() override;
 
   // The row of the table of capabilities.

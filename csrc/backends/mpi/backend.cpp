@@ -218,7 +218,7 @@ c10::intrusive_ptr<MpiBackend> MpiBackend::connect(const c10::intrusive_ptr<c10d
   try {
     auto& engine = Engine::of_this_process();
     Library& library = engine.library();
-    const Rendezvous expected(place, store, global_ranks, "mpi");
+    const Rendezvous expected(place, store, global_ranks, kPublicName);
     const KeyValueStore meeting = expected.part_of_store("world_ranks");
     // Where everybody is in MPI_COMM_WORLD.
     meeting.set(std::to_string(rank), c10::str(library.rank(), ' ', library.size()));
@@ -274,7 +274,7 @@ void MpiBackend::abort() {
 
 c10::intrusive_ptr<MpiBackend::MpiWork> MpiBackend::make_work(c10d::OpType type,
                                                               const at::Tensor& input) const {
-  auto span = ProfilerSpan::open("mpi", span_name(type));
+  auto span = ProfilerSpan::open(kPublicName, span_name(type));
   if (span && input.defined()) {
     span->add_input(input);
   }

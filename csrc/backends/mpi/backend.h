@@ -42,6 +42,9 @@ class MpiBackend final : public c10d::Backend {
                                                 const GlobalRanks& global_ranks, int largest);
   ~MpiBackend() override;
 
+  // What users call it; the table of capabilities knows what moves its data by another name.
+  static constexpr char kPublicName[] = "mpi";
+
   // The row of the table of capabilities.
   const std::string getBackendName() const override {
     return "libmpi";

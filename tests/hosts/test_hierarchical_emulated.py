@@ -15,10 +15,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks import hosts as bench
 from tests.harness import emulated_hosts as emulated
+from torch_c10d_ext import Link, Topology
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEADLINE = 120.0
+# Of random ones; as many as there is time for.
 CALLS = int(os.environ.get("C10D_EXT_RANDOM_CALLS", "200"))
 
 
@@ -72,8 +75,8 @@ class _Ranks:
                 assert self.processes[rank].poll() is None, self.text()
                 time.sleep(0.02)
 
-    def result(self, rank: int) -> Any:
-        code = self.processes[rank].wait(DEADLINE)
+    def result(self, rank: int, deadline: float = DEADLINE) -> Any:
+        code = self.processes[rank].wait(deadline)
         said = self.logs[rank].read_text()
         assert code == 0, self.text()
         return json.loads(next(line for line in reversed(said.splitlines()) if line[:1] == "{"))
@@ -154,4 +157,67 @@ def test_random_calls_over_a_network_that_loses_frames(engine: str, tmp_path: Pa
     settings = {"TEST_CALLS": str(CALLS), "TORCH_C10D_EXT_SHM_BETWEEN_HOSTS": engine}
     with _ranks((0, 1, 0, 1), "random_calls", tmp_path, 1.0, **settings) as ranks:
         for rank in range(4):
-            assert ranks.result(rank) == {"done": CALLS}
+            assert ranks.result(rank, DEADLINE + 0.2 * CALLS) == {"done": CALLS}
+
+
+def test_the_benchmarks_bound_is_that_of_the_model() -> None:
+    """The link alone, without what ranks of a host do among themselves."""
+    free = Link(latency=0, bandwidth=float("inf"))
+    for hosts, here in ((2, 2), (4, 2), (4, 8)):
+        topology = Topology(here, inside=free, between=Link(latency=1e-4, bandwidth=1e8))
+        for verb, op in (
+            ("all_gather", "all_gather_into_tensor"),
+            ("reduce_scatter", "reduce_scatter_tensor"),
+            ("all_to_all", "all_to_all_single"),
+            ("broadcast", "broadcast"),
+        ):
+            times = topology.times(op, hosts * here, 1 << 24)
+            bound = bench.bound(verb, 1 << 24, hosts, here, 1e8, 1e-4)
+            assert times["rails"] == pytest.approx(bound)
+        rails = topology.times("all_reduce", hosts * here, 1 << 24)["rails"]
+        assert rails - 1e-4 == pytest.approx(
+            bench.bound("all_reduce", 1 << 24, hosts, here, 1e8, 1e-4)
+        )
+
+
+JOIN = """
+import datetime as dt, os, sys
+import torch.distributed as dist
+import torch_c10d_ext
+try:
+    dist.init_process_group("shm", timeout=dt.timedelta(seconds=8))
+except Exception as error:
+    print(str(error).splitlines()[0], flush=True)
+os._exit(0)
+"""
+
+
+def test_a_rank_of_a_third_network_is_told_which_address_was_tried(tmp_path: Path) -> None:
+    """It reaches the store, and not the network on which the others are."""
+    with emulated.emulated_hosts(3) as hosts:
+        hosts.give_address(0, "10.214.0.1/24")
+        hosts.give_address(2, "10.214.0.3/24")
+        hosts.take_address(2, f"{hosts.address(2)}/24")
+        processes, logs = [], []
+        for rank, host in enumerate((0, 0, 2, 2)):
+            environment = {
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+                "MASTER_ADDR": "10.214.0.1" if host == 2 else hosts.address(0),
+                "MASTER_PORT": "29500",
+                "WORLD_SIZE": "4",
+                "RANK": str(rank),
+            }
+            logs.append(tmp_path / str(rank))
+            with open(logs[rank], "wb") as log:
+                command = [sys.executable, "-c", JOIN]
+                processes.append(hosts.start(host, command, environment, log.fileno()))
+        for process in processes:
+            process.wait(DEADLINE)
+        for rank in (2, 3):
+            said = logs[rank].read_text()
+            assert "every rank must join the group" in said, said
+            assert (
+                f"tried rank {rank - 2} at {hosts.address(0)} (Network is unreachable) "
+                f"(rank {rank}/4, group '0')"
+            ) in said, said
