@@ -28,11 +28,11 @@ def _settings(**changes: Any) -> Settings:
     return Settings.of(None, None, **{"link": LINK, "compute": COMPUTE, **changes})
 
 
-def _random_graphs(first: int, count: int, numerics: str) -> tuple[int, int]:
+def _random_graphs(first: int, count: int, numerics: str, moves: bool = False) -> tuple[int, int]:
     changed = merged = 0
     ranks = dist.get_world_size()
     for seed in range(first, first + count):
-        graph = random_graph(seed, _group(), ranks, nodes=12 + seed % 30)
+        graph = random_graph(seed, _group(), ranks, 12 + seed % 30, moves)
         new, about = optimize_and_report(graph, _settings(memory_budget=2**30, numerics=numerics))
         n = len(graph.graph.find_nodes(op="placeholder"))
         inputs = odd_values(100 * seed + dist.get_rank(), n)
@@ -51,6 +51,13 @@ def _random_graphs(first: int, count: int, numerics: str) -> tuple[int, int]:
 def test_random_graphs_keep_their_bits_on_shm(ranks: int) -> None:
     (changed, merged), *_ = run(ranks, _random_graphs, 1000, 40, "bitwise", backend="shm")
     assert changed > 20
+    assert merged > 6
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_random_moves_keep_their_bits_on_shm(ranks: int) -> None:
+    (changed, merged), *_ = run(ranks, _random_graphs, 3000, 25, "bitwise", True, backend="shm")
+    assert changed > 10
     assert merged > 6
 
 
