@@ -77,7 +77,11 @@ def _is_plain(c: Collective, written: Container[int]) -> bool:
 
 
 def is_exact(c: Collective) -> bool:
-    """Whether a reduction has the same bits in whatever order it is made."""
+    """Whether a reduction has the same bits in whatever order it is made.
+
+    But for what a value has several of: which of two NaNs a sum of two ranks is, and which of two
+    zeros a minimum, depends on the order. shm has one order, and is not asked this.
+    """
     value = value_of(c.inputs[0])
     operation = str(c.argument("reduce_op")).lower()
     if operation in _EXACT or c.ranks <= 2:
