@@ -10,8 +10,8 @@ bound), where no order takes less than the bound (`lower_bound` in
 torch_c10d_ext/optimizer/_bounds.py), which knows nothing of memory.
 
 ``--torch`` has torch's own pass (torch._inductor.fx_passes.overlap_scheduling, with buckets)
-reorder the same graphs, in torch's ops. It is given this cost model as its estimates, as its own ask for
-Triton, and a tenth more memory than the graph takes, as ours; the clock is the same for both.
+reorder the same graphs, in torch's ops. It is given this cost model as its estimates, as its own
+ask for Triton, and a tenth more memory than the graph takes, as ours; the clock is the same.
 """
 
 from __future__ import annotations
