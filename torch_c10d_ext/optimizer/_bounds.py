@@ -14,6 +14,8 @@ from torch_c10d_ext.optimizer._problem import Problem
 # Nodes of the largest graph whose ancestors are all looked at: a matrix of so many squared.
 _ALL_ANCESTORS = 1_500
 
+_PIECE = 16_384
+
 
 def lower_bound(p: Problem, mergeable: Collection[int] | None = None) -> float:
     """No order takes less, whatever launches are merged.
@@ -100,18 +102,7 @@ def _behind(
     done: list[list[int]],
 ) -> list[float]:
     """Heads that count what each machine must do of a node's ancestors, one after another."""
-    known = torch.tensor(heads, dtype=torch.float64)
-    best = known.clone()
-    order = torch.argsort(known, descending=True, stable=True)
-    for number in range(int(machines.max()) + 1):
-        mine = order[(machines[order] == number) & (loads[order] > 0)]
-        if mine.numel() == 0:
-            continue
-        # The ones that come last: the first of them, and then all of them.
-        these = before[:, mine]
-        work = torch.cumsum(these * loads[mine], 1) + known[mine]
-        best = torch.maximum(best, torch.where(these, work, 0.0).amax(1))
-    found: list[float] = best.tolist()
+    found = _worked_off(heads, before, loads, machines)
     for i, ends in enumerate(done):
         for j in ends:
             found[i] = max(found[i], found[j] + took[j])
@@ -127,21 +118,33 @@ def _ahead(
     done: list[list[int]],
 ) -> list[float]:
     """The same of tails and what comes behind."""
-    known = torch.tensor(tails, dtype=torch.float64)
-    best = known.clone()
-    order = torch.argsort(known, descending=True, stable=True)
-    for number in range(int(machines.max()) + 1):
-        mine = order[(machines[order] == number) & (loads[order] > 0)]
-        if mine.numel() == 0:
-            continue
-        these = before[mine].t()
-        work = torch.cumsum(these * loads[mine], 1) + known[mine]
-        best = torch.maximum(best, torch.where(these, work, 0.0).amax(1))
-    found: list[float] = best.tolist()
+    found = _worked_off(tails, before.t(), loads, machines)
     for i in range(len(done) - 1, -1, -1):
         for j in done[i]:
             found[j] = max(found[j], found[i] + took[i])
     return found
+
+
+def _worked_off(known: list[float], others: Tensor, loads: Tensor, machines: Tensor) -> list[float]:
+    """By node, when each machine has at the earliest done those of the others in a node's row.
+
+    Of those that can come last: when the first of them can, and then all of them.
+    """
+    heads = torch.tensor(known, dtype=torch.float64)
+    best = heads.clone()
+    order = torch.argsort(heads, descending=True, stable=True)
+    for number in range(int(machines.max()) + 1):
+        mine = order[(machines[order] == number) & (loads[order] > 0)]
+        if mine.numel() == 0:
+            continue
+        # In pieces that torch works on in one thread: others would be waited for on a busy machine.
+        rows = max(1, _PIECE // mine.numel())
+        for at in range(0, len(known), rows):
+            these = others[at : at + rows, mine]
+            work = torch.cumsum(these * loads[mine], 1) + heads[mine]
+            latest = torch.where(these, work, 0.0).amax(1)
+            torch.maximum(best[at : at + rows], latest, out=best[at : at + rows])
+    return best.tolist()  # type: ignore[no-any-return]
 
 
 def _one_machine(tasks: list[tuple[float, float, float]]) -> float:

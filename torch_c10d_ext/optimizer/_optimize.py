@@ -29,7 +29,7 @@ from torch_c10d_ext.optimizer._algebra import Simplified, simplify
 from torch_c10d_ext.optimizer._bounds import lower_bound
 from torch_c10d_ext.optimizer._buckets import bucket_key, is_exact, is_packed
 from torch_c10d_ext.optimizer._checker import CheckFailed, check_rewrite, peak_bytes
-from torch_c10d_ext.optimizer._collectives import Collective, op_of, value_of
+from torch_c10d_ext.optimizer._collectives import Collective, op_of, tensors_in, value_of
 from torch_c10d_ext.optimizer._costs import Costs
 from torch_c10d_ext.optimizer._plan import TOLERANCE, Plan, choose_plan
 from torch_c10d_ext.optimizer._problem import Problem, Unsupported, read_problem
@@ -315,12 +315,18 @@ def _optimized_graph(
     about = Optimization()
     try:
         try:
-            decided = _decide(graph, settings, about)
-        except _TooMuch:
-            about = Optimization()
-            decided = _decide(graph, settings, about, pack=False)
-    except Unsupported as error:
-        about.reason = str(error)
+            decided, about = _decided(graph, settings)
+        except CheckFailed as error:
+            if not settings.algebra:
+                raise
+            # Some pairs of rules and buckets are right, and more than the checker can follow.
+            _log.info("optimize: the rules are left out, as the checker found %s", error)
+            settings = replace(settings, algebra=False)
+            decided, about = _decided(graph, settings)
+            about.missed.append(f"the rules, as the checker could not follow them: {error}")
+    except _Unchanged as unchanged:
+        about = unchanged.about
+        about.reason = str(unchanged)
         _log.info("optimize: the graph stays as it is, as %s", about.reason)
         return _comparing(graph, settings, about, in_place), about
     except CheckFailed as error:
@@ -342,6 +348,29 @@ def _optimized_graph(
         _add_agreement(new, about.plan, settings.agree == "every", in_place)
     new.lint()
     return new, about
+
+
+class _Unchanged(Exception):
+    """Why a graph stays as it is, and what is known of it."""
+
+    def __init__(self, about: Optimization, error: Unsupported) -> None:
+        super().__init__(str(error))
+        self.about = about
+
+
+def _decided(
+    graph: Graph, settings: Settings
+) -> tuple[tuple[Graph, tuple[Step, ...]], Optimization]:
+    """What :func:`_decide` decides, without packed launches where these take too much memory."""
+    for pack in (True, False):
+        about = Optimization()
+        try:
+            return _decide(graph, settings, about, pack), about
+        except _TooMuch:
+            continue
+        except Unsupported as error:
+            raise _Unchanged(about, error) from error
+    raise AssertionError("what is not packed cannot take too much")
 
 
 def _comparing(
@@ -530,8 +559,9 @@ def _bucket_keys(
     sizes: dict[int, float] = {}
     why_not: dict[tuple[str, str], int] = {}
     output = p.nodes[-1]
+    written = _written(p)
     for i, c in p.collectives.items():
-        key, why = bucket_key(c, same)
+        key, why = bucket_key(c, same, written)
         if key is not None and not pack and is_packed([c]):
             key, why = None, "copying into and out of one message takes more memory than there is"
         if key is not None and output in c.node.users:
@@ -552,6 +582,25 @@ def _bucket_keys(
         counts[key] = counts.get(key, 0) + 1
     alone = {i for i, key in keys.items() if counts[key] == 1}
     return {i: k for i, k in keys.items() if i not in alone}, sizes
+
+
+def _written(p: Problem) -> set[int]:
+    """The storages that some computation writes after they are made."""
+    found: set[int] = set()
+    for node in p.nodes:
+        op = op_of(node)
+        if op is None or not op._schema.is_mutable or op_info(op) is not None:
+            continue
+        arguments = dict(zip((a.name for a in op._schema.arguments), node.args, strict=False))
+        arguments.update(node.kwargs)
+        for a in op._schema.arguments:
+            if a.alias_info is None or not a.alias_info.is_write:
+                continue
+            given = arguments.get(a.name)
+            for n in given if isinstance(given, list | tuple) else [given]:
+                if isinstance(n, Node):
+                    found.update(t.untyped_storage()._cdata for t in tensors_in(value_of(n)))
+    return found
 
 
 def _describe(p: Problem, plan: Plan, about: Optimization) -> None:
