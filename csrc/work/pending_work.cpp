@@ -19,6 +19,15 @@ float milliseconds_since(std::chrono::steady_clock::time_point begun) {
   return std::chrono::duration<float, std::milli>(std::chrono::steady_clock::now() - begun).count();
 }
 
+// 0 for works that count nothing.
+uint64_t number_of(c10d::Work& work) {
+  try {
+    return work.getSequencenumber();
+  } catch (const std::exception&) {
+    return 0;
+  }
+}
+
 }  // namespace
 
 void PendingWork::enlist() {
@@ -306,7 +315,7 @@ void PendingWork::complete(std::exception_ptr error) {
     std::lock_guard<std::mutex> state(mutex_);
     inner.swap(inner_);
     writes_.clear();
-    error_ = error ? text_.described(error) : nullptr;
+    error_ = error ? text_.described(error, number_of(*inner)) : nullptr;
     if (timed_ && !error_) {
       milliseconds_ = inner->getDuration();
     } else if (begun_ && !error_) {
