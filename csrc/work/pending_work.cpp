@@ -91,6 +91,12 @@ std::exception_ptr PendingWork::exception() const {
 }
 
 bool PendingWork::wait(std::chrono::milliseconds timeout) {
+  complete_here(timeout);
+  report();
+  return true;
+}
+
+void PendingWork::complete_here(std::chrono::milliseconds timeout) {
   keep_to_capture();
   if (const auto inner = running()) {
     std::exception_ptr error;
@@ -112,8 +118,6 @@ bool PendingWork::wait(std::chrono::milliseconds timeout) {
     complete(error);
   }
   follow_completion();
-  report();
-  return true;
 }
 
 bool PendingWork::is_lost_capture() {

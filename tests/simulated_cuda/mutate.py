@@ -43,7 +43,7 @@ DELAYS = ("late:1", "random:2")
 # Statements that are left out. They begin their line.
 STATEMENTS = (
     r"used_here\([^;{}]*\);",
-    r"DeviceCompletions::get\(\)\.(?:add|follow)\([^;]*\);",
+    r"DeviceCompletions::get\(\)\.(?:add|add_written_here|follow)\([^;]*\);",
     r"(?:completion|found)->follow\(\);",
     r"event_\.(?:record|block)\([^;]*\);",
     r"(?:follow_completion|keep_to_capture|note_completion)\(\);",
@@ -53,13 +53,16 @@ STATEMENTS = (
     r"complete\(lost_capture\(\)\);",
     r"mode\.emplace\([^;]*\);",
     r"without_gil\(\[&\] \{ inner->wait\(timeout\); \}\);",
-    r"work->wait\(kNoTimeout\);",
+    r"work->(?:wait|complete_here)\(kNoTimeout\);",
 )
 # Expressions, and what stands in for them.
 EXPRESSIONS = (
     (r"FunctionalCall::is_on\(\)(?= && !is_copied)", "false"),
     (r"(?<=has_device_work\(\) && )may_query_device\(\)", "true"),
     (r"(?<=!can_\.barrier_blocks_host \|\| )may_query_device\(\)", "true"),
+    (r"(?<=is_cpu\(\) \|\| !)may_query_device\(\)", "true"),
+    (r"(?<=are_many && )may_query_device\(\)", "true"),
+    (r"DeviceCompletions::get\(\)\.contains\(storage\)", "false"),
     (r"!work->is_lost_capture\(\)", "true"),
     (r"capture_on\(device_\) == capture_", "true"),
     (r"here == capture_", "true"),

@@ -144,10 +144,11 @@ def _never_waited() -> bool:
     assert _works()
     with pytest.raises(RuntimeError, match="unjoined"):
         _capture(torch.cuda.CUDAGraph(), lambda: torch.ops.c10d_ext.all_reduce(x, "sum", group()))
-    return all(_works() for _ in range(5)) and all(
+    good = all(_works() for _ in range(5)) and all(
         bool((wait(y) == dist.get_world_size()).all())
         for y in [torch.ops.c10d_ext.all_reduce(x, "sum", group()) for _ in range(140)]
     )
+    return good and torch_c10d_ext.pending_count() == 0
 
 
 def test_what_a_failed_capture_leaves_behind() -> None:
@@ -243,7 +244,8 @@ def _swept_in_another_thread() -> str:
             held.clear()
             with torch.cuda.stream(side):
                 for _ in range(140):
-                    torch.ops.c10d_ext.all_reduce(x, "sum", group())
+                    y = torch.ops.c10d_ext.all_reduce(x, "sum", group())
+                wait(y)
         except Exception as error:
             failures.append(f"the other thread: {error}")
         finally:
