@@ -560,3 +560,34 @@ def _future_aside(key: str) -> bool:
 def test_a_future_leaves_the_callers_stream_free() -> None:
     key = f"future-{time.monotonic_ns()}"
     assert all(run_on_devices(2, _future_aside, key, backend=NCCL))
+
+
+def _spread_by_a_future() -> list[str]:
+    """What a future's callback puts where it belongs is there for whoever waits, on any stream."""
+    mine, n, rank = device(), dist.get_world_size(), dist.get_rank()
+    waits, again = torch.cuda.Stream(mine), torch.cuda.Stream(mine)
+    failures = []
+    for turn in range(5):
+        x = torch.full((COUNT,), float(rank + turn), device=mine)
+        outs = [torch.full((COUNT,), -1.0, device=mine) for _ in range(n)]
+        torch.cuda.synchronize()
+        work = ext.all_gather(outs, x, async_op=True)
+        future = work.get_future()
+        with torch.cuda.stream(waits):
+            work.wait()
+            z = torch.stack(outs)
+        with torch.cuda.stream(again):
+            future.wait()
+            z2 = torch.stack(outs)
+        waits.synchronize()
+        again.synchronize()
+        want = torch.arange(n).float().add(turn).repeat_interleave(COUNT).view(n, COUNT)
+        failures += [
+            f"turn {turn}: {text}" for text in (_differ(z, want), _differ(z2, want)) if text
+        ]
+    return failures
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_what_a_future_has_spread_is_seen_on_every_stream(size: int) -> None:
+    _none_fails(run_on_devices(size, _spread_by_a_future, backend=NCCL))
