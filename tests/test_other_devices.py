@@ -106,7 +106,7 @@ def _load(path: str) -> Any:
 
 
 @contextlib.contextmanager
-def _on_the_device(path: str) -> Iterator[Any]:
+def _on_the_device(path: str, shortcut: bool = False) -> Iterator[Any]:
     """A group that serves the device as the default group, and nothing in order by luck."""
     module = _load(path)
     world = dist.group.WORLD
@@ -114,7 +114,7 @@ def _on_the_device(path: str) -> Iterator[Any]:
     c10d._update_default_pg(group)
     module.set_delay(300)
     try:
-        with single_rank_shortcut(False):
+        with single_rank_shortcut(shortcut):
             yield module
     finally:
         module.set_delay(0)
@@ -136,11 +136,15 @@ def _stream(module: Any, stream: int) -> Iterator[None]:
         module.exchange_stream(before)
 
 
-def _each(path: str, check: Callable[[Any, str, Any, Tensor, Tensor | None], str]) -> list[str]:
+def _each(
+    path: str,
+    check: Callable[[Any, str, Any, Tensor, Tensor | None], str],
+    shortcut: bool = False,
+) -> list[str]:
     """What is wrong with each call's result."""
     n, rank, failures = dist.get_world_size(), dist.get_rank(), []
     world = _world(n)
-    with _on_the_device(path) as module:
+    with _on_the_device(path, shortcut) as module:
         for name, (start, reference) in _starts(n, rank).items():
             want = reference([x.clone() for x in world])
             text = check(module, name, start, world[rank].to("queue"), want)
@@ -235,13 +239,15 @@ def _elsewhere(module: Any, name: str, start: Any, x: Tensor, want: Tensor | Non
     return text
 
 
-def _waits_elsewhere(path: str) -> list[str]:
-    return _each(path, _elsewhere)
+def _waits_elsewhere(path: str, shortcut: bool) -> list[str]:
+    return _each(path, _elsewhere, shortcut)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_memory_is_kept_for_the_stream_that_waits(size: int, extension: str) -> None:
-    _none_fails(run(size, _waits_elsewhere, extension, backend=BACKEND))
+@pytest.mark.parametrize(("size", "shortcut"), [(1, False), (1, True), (2, False)])
+def test_memory_is_kept_for_the_stream_that_waits(
+    size: int, shortcut: bool, extension: str
+) -> None:
+    _none_fails(run(size, _waits_elsewhere, extension, shortcut, backend=BACKEND))
 
 
 def _host_is_free(path: str) -> bool:

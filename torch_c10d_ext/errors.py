@@ -33,9 +33,10 @@ class CollectiveError(DistBackendError):
     """A collective failed.
 
     Attributes:
-        ranks: the ranks at fault, as numbered in the group.
+        ranks: the ranks at fault, as numbered in the group; empty where the backend does not tell
+            (nccl).
         op: the collective, ``"all_reduce"`` say.
-        seq: its number among the collectives of the group.
+        seq: its number among the collectives of the group, as its backend counts.
         group: the group's name.
     """
 

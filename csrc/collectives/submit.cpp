@@ -8,6 +8,7 @@
 #include "backends/adapter/lowering.h"
 #include "backends/backend.h"
 #include "base/memory.h"
+#include "work/device_completion.h"
 #include "work/pending.h"
 
 namespace c10d_ext {
@@ -53,6 +54,9 @@ void submit(const Group& group, const CollectiveRequest& request) {
   if (single_rank_shortcut(group)) {
     note_over(at::Tensor(), WorkInfo());
     lowering::run_alone(request);
+    if (!like.is_cpu()) {
+      DeviceCompletions::get().add_written_here(request.outs);
+    }
     return;
   }
   if (auto* own = own_backend(group, like)) {

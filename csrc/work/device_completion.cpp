@@ -4,10 +4,16 @@
 
 #ifdef C10D_EXT_WITH_CUDA
 #include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAStream.h>
 #endif
 
+#include <algorithm>
 #include <iterator>
+#include <optional>
+
+#include "base/memory.h"
+#include "work/pending.h"
 
 namespace c10d_ext {
 
@@ -53,27 +59,57 @@ bool DeviceCompletion::is_over() const {
 
 void DeviceCompletions::add(const c10::StorageImpl* storage,
                             const DeviceCompletionPtr& completion) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  last_[storage] = completion;
+  bool are_many = false;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    last_[storage] = completion;
+    are_many = last_.size() >= limit_;
+  }
+  if (are_many && may_query_device()) {
+    sweep();
+  }
 }
 
-void DeviceCompletions::follow(const c10::StorageImpl* storage) const {
+void DeviceCompletions::add_written_here(at::TensorList tensors) {
+  if (tensors.empty() || tensors.front().is_cpu()) {
+    return;
+  }
+  const auto device = tensors.front().device();
+  const auto completion = std::make_shared<const DeviceCompletion>(device, capture_on(device));
+  for (const auto& t : tensors) {
+    add(t.storage().unsafeGetStorageImpl(), completion);
+  }
+}
+
+void DeviceCompletions::follow(const at::Tensor& t) const {
   DeviceCompletionPtr found;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    const auto entry = last_.find(storage);
+    const auto entry = last_.find(t.storage().unsafeGetStorageImpl());
     found = entry == last_.end() ? nullptr : entry->second;
   }
   if (found) {
     found->follow();
+    used_here(t);
   }
 }
 
+bool DeviceCompletions::contains(const c10::StorageImpl* storage) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return last_.find(storage) != last_.end();
+}
+
 void DeviceCompletions::sweep() {
+#ifdef C10D_EXT_WITH_CUDA
+  // Another thread may be capturing, which no question from here is to spoil.
+  std::optional<c10::cuda::CUDAStreamCaptureModeGuard> mode;
+  mode.emplace(cudaStreamCaptureModeThreadLocal);
+#endif
   std::lock_guard<std::mutex> lock(mutex_);
   for (auto entry = last_.begin(); entry != last_.end();) {
     entry = entry->second->is_over() ? last_.erase(entry) : std::next(entry);
   }
+  limit_ = std::max(kSweepAt, 2 * last_.size());
 }
 
 DeviceCompletions& DeviceCompletions::get() {

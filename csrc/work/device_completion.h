@@ -3,11 +3,13 @@
 // Where on a device the end of a collective was queued, so that whoever waits second, on another
 // stream, waits for it as well.
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <c10/core/Event.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/core/Stream.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -39,18 +41,27 @@ class DeviceCompletion {
 using DeviceCompletionPtr = std::shared_ptr<const DeviceCompletion>;
 
 // Of the storages written last. One that was freed meanwhile, and its address given to another, has
-// the other wait for what is over.
+// the other wait for what is over. Completions hold events and no memory; those that are over go
+// when many have been added.
 class DeviceCompletions {
  public:
   void add(const c10::StorageImpl* storage, const DeviceCompletionPtr& completion);
-  void follow(const c10::StorageImpl* storage) const;
+  // Of tensors that were written on the current stream, with no work behind them.
+  void add_written_here(at::TensorList tensors);
+  // The current stream goes on after what wrote the tensor, whose memory is kept for it.
+  void follow(const at::Tensor& t) const;
+  bool contains(const c10::StorageImpl* storage) const;
+  // Asks the device, which the caller must be allowed to.
   void sweep();
 
   static DeviceCompletions& get();
 
  private:
+  static constexpr size_t kSweepAt = 64;
+
   mutable std::mutex mutex_;
   std::unordered_map<const c10::StorageImpl*, DeviceCompletionPtr> last_;
+  size_t limit_ = kSweepAt;
 };
 
 }  // namespace c10d_ext

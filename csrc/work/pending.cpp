@@ -60,19 +60,7 @@ class StartedHere {
     }
 #endif
     const bool ask_device = has_device_work() && may_query_device();
-    const auto over = [&](const PendingWorkPtr& work) {
-      if (!work->is_done() && (work->is_cpu() || ask_device) && !work->is_lost_capture() &&
-          work->isCompleted() && !work->is_cpu()) {
-        work->wait(kNoTimeout);
-      }
-      if (!work->is_done() || work->has_unreported_error()) {
-        return false;
-      }
-      if (work->is_listed()) {
-        c10d::unregister_work(work);
-      }
-      return true;
-    };
+    const auto over = [&](const PendingWorkPtr& work) { return release(work, ask_device); };
     works_.erase(std::remove_if(works_.begin(), works_.end(), over), works_.end());
     if (ask_device) {
       DeviceCompletions::get().sweep();
@@ -83,7 +71,39 @@ class StartedHere {
     }
   }
 
+  // After a wait on a device: what was started before that is over, too, where the backend's waits
+  // block the host, and nobody may start enough any more for the next sweep. One question at most
+  // that finds something in flight.
+  void sweep_oldest() {
+    if (works_.size() < kSweepAt || works_.front()->is_cpu() || !may_query_device()) {
+      return;
+    }
+#ifdef C10D_EXT_WITH_CUDA
+    std::optional<c10::cuda::CUDAStreamCaptureModeGuard> mode;
+    mode.emplace(cudaStreamCaptureModeThreadLocal);  // as above
+#endif
+    const auto in_flight =
+        std::find_if_not(works_.begin(), works_.end(),
+                         [](const PendingWorkPtr& work) { return release(work, true); });
+    works_.erase(works_.begin(), in_flight);
+  }
+
  private:
+  // True: it is over, and in no table any more. Completes what a device has completed.
+  static bool release(const PendingWorkPtr& work, bool ask_device) {
+    if (!work->is_done() && (work->is_cpu() || ask_device) && !work->is_lost_capture() &&
+        work->isCompleted() && !work->is_cpu()) {
+      work->complete_here(kNoTimeout);
+    }
+    if (!work->is_done() || work->has_unreported_error()) {
+      return false;
+    }
+    if (work->is_listed()) {
+      c10d::unregister_work(work);
+    }
+    return true;
+  }
+
   bool has_device_work() const {
     return std::any_of(works_.begin(), works_.end(), [](const auto& w) { return !w->is_cpu(); });
   }
@@ -271,7 +291,8 @@ void wait(const at::Tensor& t) {
     work->wait(kNoTimeout);
   }
   if (!t.is_cpu() && !t.is_meta()) {
-    DeviceCompletions::get().follow(storage);
+    DeviceCompletions::get().follow(t);
+    started_here().sweep_oldest();
   }
   release_snapshots();
   check_left_alone(storage);
@@ -284,6 +305,9 @@ bool is_pending(const at::Tensor& t) {
   }
   if (WorkTable::get().contains(storage)) {
     return true;
+  }
+  if (!t.is_cpu() && DeviceCompletions::get().contains(storage)) {
+    return true;  // queued on the stream of the call, which another one has to wait for
   }
   if (!started_here().empty()) {
     c10d::wait_tensor(t);  // does not block: the work, if there was one, is complete

@@ -51,7 +51,8 @@ bool subscribe_if_possible(c10d::Work& work, std::function<void(std::exception_p
 //  wait;
 //  * never waited for = nothing kept: a completed work lets go of its tensors at once and of its
 //  entry
-//    at the latest when 64 more were started on its thread;
+//    at the latest when 64 more were started on its thread. On a device one is found complete then,
+//    or by a wait of its thread when 64 are at hand;
 //  * `finish` has run exactly once before any wait returns.
 void attach(std::string_view op, const Group& group, at::TensorList outputs,
             const c10::intrusive_ptr<c10d::Work>& work, Finish finish, Subscribe subscribe);
@@ -84,7 +85,8 @@ void wait(const at::Tensor& t);
 // it as never waited for.
 void sweep();
 
-// Whether a collective of ours still writes `t`'s storage. If not, no trace of one is left.
+// Whether somebody has to wait for `t`: a collective of ours still writes its storage, or has
+// queued that on a device. If not, no trace of one is left.
 bool is_pending(const at::Tensor& t);
 // The same, without a look at what failed, or at the works of torch's table.
 bool is_being_written(const at::Tensor& t);

@@ -19,6 +19,15 @@ float milliseconds_since(std::chrono::steady_clock::time_point begun) {
   return std::chrono::duration<float, std::milli>(std::chrono::steady_clock::now() - begun).count();
 }
 
+// 0 for works that count nothing.
+uint64_t number_of(c10d::Work& work) {
+  try {
+    return work.getSequencenumber();
+  } catch (const std::exception&) {
+    return 0;
+  }
+}
+
 }  // namespace
 
 void PendingWork::enlist() {
@@ -82,6 +91,12 @@ std::exception_ptr PendingWork::exception() const {
 }
 
 bool PendingWork::wait(std::chrono::milliseconds timeout) {
+  complete_here(timeout);
+  report();
+  return true;
+}
+
+void PendingWork::complete_here(std::chrono::milliseconds timeout) {
   keep_to_capture();
   if (const auto inner = running()) {
     std::exception_ptr error;
@@ -103,8 +118,6 @@ bool PendingWork::wait(std::chrono::milliseconds timeout) {
     complete(error);
   }
   follow_completion();
-  report();
-  return true;
 }
 
 bool PendingWork::is_lost_capture() {
@@ -306,7 +319,7 @@ void PendingWork::complete(std::exception_ptr error) {
     std::lock_guard<std::mutex> state(mutex_);
     inner.swap(inner_);
     writes_.clear();
-    error_ = error ? text_.described(error) : nullptr;
+    error_ = error ? text_.described(error, number_of(*inner)) : nullptr;
     if (timed_ && !error_) {
       milliseconds_ = inner->getDuration();
     } else if (begun_ && !error_) {

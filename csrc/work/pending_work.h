@@ -116,6 +116,9 @@ class PendingWork : public c10d::Work {
 
   bool wait(std::chrono::milliseconds timeout) override;
 
+  // A wait that leaves the collective's error to who waits for it.
+  void complete_here(std::chrono::milliseconds timeout);
+
   // One that was captured into a CUDA graph that this thread is no longer in. Nobody can wait for
   // it, nor ask for it, any more.
   bool is_lost_capture();

@@ -5,9 +5,34 @@
 
 #include "base/exceptions.h"
 
+#include <algorithm>
+#include <array>
+#include <optional>
+#include <string_view>
+
 namespace c10d_ext {
 
-std::exception_ptr WorkText::described(const std::exception_ptr& error) const {
+namespace {
+
+// torch has one class for whatever goes wrong in nccl, without a code: the text has to tell.
+std::optional<ErrorKind> kind_of(std::string_view text) {
+  constexpr std::array<std::string_view, 2> kLate{"Watchdog caught collective operation timeout",
+                                                  "timed out in blocking wait"};
+  constexpr std::array<std::string_view, 2> kLost{
+      "ncclRemoteError", "remote process exited or there was a network error"};
+  const auto tells = [&](std::string_view part) { return text.find(part) != text.npos; };
+  if (std::any_of(kLate.begin(), kLate.end(), tells)) {
+    return ErrorKind::Timeout;
+  }
+  if (std::any_of(kLost.begin(), kLost.end(), tells)) {
+    return ErrorKind::RankLost;
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+std::exception_ptr WorkText::described(const std::exception_ptr& error, uint64_t number) const {
   try {
     std::rethrow_exception(error);
   } catch (const CollectiveError&) {
@@ -18,6 +43,11 @@ std::exception_ptr WorkText::described(const std::exception_ptr& error) const {
     return std::make_exception_ptr(c10::DistBackendError(
         {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, with_cause(e.what())));
   } catch (const c10::DistBackendError& e) {
+    if (const auto kind = kind_of(e.what_without_backtrace())) {
+      // Which ranks, it does not tell.
+      return std::make_exception_ptr(CollectiveError(*kind, with_cause(e.what_without_backtrace()),
+                                                     {}, std::string(op_), number, group_name_));
+    }
     return std::make_exception_ptr(
         c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
                               with_cause(e.what_without_backtrace())));

@@ -32,8 +32,9 @@ class WorkText {
   }
   // "all_reduce: the collective must complete, got ..."
   std::string with_cause(const char* cause) const;
-  // The backend's error with the op, rank and group it happened to.
-  std::exception_ptr described(const std::exception_ptr& error) const;
+  // The backend's error with the op, rank and group it happened to; of a kind of ours where the
+  // backend's text tells one. `number`: of the collective in its group.
+  std::exception_ptr described(const std::exception_ptr& error, uint64_t number = 0) const;
 
  private:
   const std::string_view op_;

@@ -12,6 +12,9 @@ from tests import contract
 from tests.harness import run
 from tests.harness.on_device import moved
 
+# The backend of pools that a test has for itself: the fixture `own_processes`.
+ALONE = "cuda:nccl"
+
 
 def device() -> torch.device:
     """This rank's own, which is made the current one."""

@@ -1,7 +1,7 @@
 """What goes wrong: nccl's errors, ranks that do not come, communicators that are made late.
 
 torch's watchdog ends a process whose nccl has failed, unless it is told to raise from the wait
-(TORCH_NCCL_BLOCKING_WAIT): that is how these ranks run.
+(TORCH_NCCL_BLOCKING_WAIT): that is how most of these ranks run.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import datetime as dt
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,20 +17,10 @@ import torch.distributed as dist
 import torch_c10d_ext
 import torch_c10d_ext.functional as F
 from tests.contract import group, wait
-from tests.harness import pool
-from tests.simulated_cuda.on_cuda import device, run_on_devices
+from tests.simulated_cuda.on_cuda import ALONE, device, run_on_devices
+from torch_c10d_ext import errors
 
-pytestmark = pytest.mark.cuda
-
-# A pool of processes of their own: they are told by their environment, and broken afterwards.
-BACKEND = "cuda:nccl"
-
-
-@pytest.fixture(autouse=True)
-def _own_processes() -> Iterator[None]:
-    pool.stop(BACKEND)
-    yield
-    pool.stop(BACKEND)
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("own_processes")]
 
 
 @pytest.fixture
@@ -68,9 +57,12 @@ def _error_after(calls: int, waits: bool) -> tuple[str, str]:
     if not waits:
         time.sleep(2)
     texts = []
-    with pytest.raises(dist.DistBackendError) as first:
+    with pytest.raises(errors.RankLost) as first:
         wait(y)
     texts.append(str(first.value))
+    assert (first.value.op, first.value.group) == ("all_reduce", mine.group_name)
+    assert first.value.seq == calls + 2  # one before, counted from 1
+    assert first.value.ranks == []  # which nccl does not tell
     with pytest.raises(dist.DistBackendError) as second:
         wait(_one(x, mine.group_name))
     texts.append(str(second.value))
@@ -83,7 +75,7 @@ def _error_after(calls: int, waits: bool) -> tuple[str, str]:
 @pytest.mark.parametrize("calls", [0, 3])
 @pytest.mark.parametrize("waits", [True, False])
 def test_an_error_of_nccl_is_raised_by_the_wait(calls: int, waits: bool) -> None:
-    both = run_on_devices(2, _error_after, calls, waits, backend=BACKEND)
+    both = run_on_devices(2, _error_after, calls, waits, backend=ALONE)
     for rank, (first, second) in enumerate(both):
         assert first.startswith("all_reduce: the collective must complete, got")
         assert "remote process exited or there was a network error" in first
@@ -100,9 +92,10 @@ def _absent() -> tuple[str, float]:
     _fault("absent:0" if dist.get_rank() == 1 else "none")
     y = _one(x, mine.group_name)
     begun = time.monotonic()
-    with pytest.raises(dist.DistBackendError) as error:
+    with pytest.raises(errors.CollectiveTimeout) as error:
         wait(y)
     took = time.monotonic() - begun
+    assert (error.value.op, error.value.group) == ("all_reduce", mine.group_name)
     _fault("none")
     mine._get_backend(torch.device("cuda")).abort()
     return str(error.value), took
@@ -110,7 +103,7 @@ def _absent() -> tuple[str, float]:
 
 @pytest.mark.usefixtures("_raising")
 def test_a_rank_that_never_comes_ends_at_the_timeout() -> None:
-    for rank, (text, took) in enumerate(run_on_devices(2, _absent, backend=BACKEND)):
+    for rank, (text, took) in enumerate(run_on_devices(2, _absent, backend=ALONE)):
         assert "all_reduce: the collective must complete, got" in text
         assert "Timeout(ms)=6000" in text and f"(rank {rank}/2, group '" in text
         assert 5 < took < 40
@@ -131,7 +124,7 @@ def _aborted() -> bool:
 
 @pytest.mark.usefixtures("_raising")
 def test_an_abort_ends_what_is_in_flight() -> None:
-    assert all(run_on_devices(2, _aborted, backend=BACKEND))
+    assert all(run_on_devices(2, _aborted, backend=ALONE))
 
 
 def _nonblocking() -> bool:
@@ -152,4 +145,4 @@ def _nonblocking() -> bool:
 
 def test_communicators_that_are_made_without_blocking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_NCCL_USE_COMM_NONBLOCKING", "1")
-    assert all(run_on_devices(2, _nonblocking, backend=BACKEND))
+    assert all(run_on_devices(2, _nonblocking, backend=ALONE))

@@ -243,7 +243,8 @@ def _swept_in_another_thread() -> str:
             held.clear()
             with torch.cuda.stream(side):
                 for _ in range(140):
-                    torch.ops.c10d_ext.all_reduce(x, "sum", group())
+                    y = torch.ops.c10d_ext.all_reduce(x, "sum", group())
+                wait(y)
         except Exception as error:
             failures.append(f"the other thread: {error}")
         finally:

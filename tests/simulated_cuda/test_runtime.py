@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import WorkersFailed, pool, run
-from tests.simulated_cuda.on_cuda import device, run_on_devices
+from tests.harness import WorkersFailed, run
+from tests.simulated_cuda.on_cuda import ALONE, device, run_on_devices
 
 pytestmark = pytest.mark.cuda
 
@@ -284,10 +284,10 @@ def _same_device() -> str:
     return str(error.value)
 
 
+@pytest.mark.usefixtures("own_processes")  # rank 0 may have a communicator on the device already
 def test_two_ranks_on_a_device_are_refused() -> None:
-    for text in run(2, _same_device, backend=NCCL):
+    for text in run(2, _same_device, backend=ALONE):
         assert "rank 0 and rank 1 both on CUDA device 0" in text
-    pool.stop(NCCL)
 
 
 def _die_of_different_calls() -> None:
@@ -296,6 +296,7 @@ def _die_of_different_calls() -> None:
     torch.cuda.synchronize()
 
 
+@pytest.mark.usefixtures("own_processes")
 def test_different_calls_are_an_error() -> None:
     with pytest.raises(WorkersFailed):
-        run_on_devices(2, _die_of_different_calls, backend=NCCL, deadline=15)
+        run_on_devices(2, _die_of_different_calls, backend=ALONE, deadline=15)

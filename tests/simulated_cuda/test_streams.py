@@ -5,7 +5,10 @@ Every test here fails when the line of csrc that keeps its rule is taken out (mu
 
 from __future__ import annotations
 
+import ctypes
+import datetime as dt
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import torch_c10d_ext
+import torch_c10d_ext.distributed as ext
 import torch_c10d_ext.functional as F
 from tests.contract import group, wait
 from tests.harness.flight import single_rank_shortcut
@@ -115,11 +119,13 @@ def _world(n: int) -> list[Tensor]:
     return [(base + r).clamp(max=4).float() for r in range(n)]
 
 
-def _each(check: Callable[[str, Any, Tensor, Tensor | None], str]) -> list[str]:
-    """What is wrong with each call's result, the shortcut for one rank off."""
+def _each(
+    check: Callable[[str, Any, Tensor, Tensor | None], str], *, shortcut: bool = False
+) -> list[str]:
+    """What is wrong with each call's result, the shortcut for one rank off unless told."""
     n, rank, failures = dist.get_world_size(), dist.get_rank(), []
     mine, world = device(), _world(n)
-    with single_rank_shortcut(False):
+    with single_rank_shortcut(shortcut):
         for name, (start, reference) in _starts(n, rank).items():
             want = reference([x.clone() for x in world])
             got = check(name, start, world[rank].to(mine), want)
@@ -382,6 +388,70 @@ def test_a_wait_leaves_the_host_free(size: int) -> None:
     assert all(run_on_devices(size, _host_is_free, backend=NCCL))
 
 
+# These compute with their results before they return them, on the stream of the call.
+COMPUTED = ["all_reduce of float8", "reduce_scatter of bools"]
+
+
+def _made_at_once() -> list[str]:
+    """Results of one rank are made on the stream of the call: any other one waits for that."""
+    mine = device()
+    begins, waits, uses, again = (torch.cuda.Stream(mine) for _ in range(4))
+    computed: list[str] = []
+
+    def check(name: str, start: Any, x: Tensor, want: Tensor | None) -> str:
+        torch.cuda.synchronize()
+        with torch.cuda.stream(begins):
+            torch.cuda._sleep(3_000_000)
+            y, other = start(x.clone()), start(x.clone())
+        if _is_over(y):
+            computed.append(name)
+            return ""
+        with torch.cuda.stream(waits):
+            z = F.wait_tensor(y) + 0
+        with torch.cuda.stream(uses):
+            used = other + 0
+        with torch.cuda.stream(again):  # the third stream, and the second wait
+            plain = wait(_plain(y)) + 0
+        del y, other
+        with torch.cuda.stream(begins):
+            junk = [torch.full_like(x, 9.0) for _ in range(8)]
+        for stream in (begins, waits, uses, again):
+            stream.synchronize()
+        texts = [_differ(got, want) for got in (z, used, plain)]
+        if not all(bool((j == 9.0).all()) for j in junk):
+            texts.append("memory of others was written")
+        return ", ".join(text for text in texts if text)
+
+    failures = _each(check, shortcut=True)
+    assert computed == COMPUTED
+    return failures
+
+
+def test_results_of_one_rank_are_ordered_with_whoever_waits() -> None:
+    _none_fails(run_on_devices(1, _made_at_once, backend=NCCL))
+
+
+def _events_of_many() -> int:
+    """How many more events there are after many results of one rank, dropped or waited for."""
+    x = torch.ones(8, device=device())
+    live = ctypes.CDLL("libcudart.so.13").simulated_cuda_live_events
+    F.wait_tensor(F.all_reduce(x, "sum", None))
+    torch.cuda.synchronize()
+    before, kept = live(), []
+    for turn in range(1000):
+        y = F.all_reduce(x, "sum", None)
+        if turn % 2:
+            kept.append(y)
+        if turn % 100 == 0:
+            torch.cuda.synchronize()
+    return int(live()) - before
+
+
+def test_events_of_one_ranks_results_are_released() -> None:
+    (more,) = run_on_devices(1, _events_of_many, backend=NCCL)
+    assert more <= 300
+
+
 def _messages() -> list[str]:
     """Messages around the ring, started on one stream and waited for on another."""
     mine, n, rank = device(), dist.get_world_size(), dist.get_rank()
@@ -417,3 +487,108 @@ def _messages() -> list[str]:
 @pytest.mark.parametrize("size", [2, 4])
 def test_messages(size: int) -> None:
     _none_fails(run_on_devices(size, _messages, backend=NCCL))
+
+
+def _messages_of_another_device() -> list[str]:
+    """The current device is another one than that of the messages."""
+    mine, n, rank = device(), dist.get_world_size(), dist.get_rank()
+    x = torch.full((COUNT,), -1.0, device=mine)
+    like = torch.empty(COUNT, device=mine)
+    torch.cuda.synchronize(mine)
+    torch.cuda._sleep(3_000_000)
+    x.fill_(float(rank))
+    with torch.cuda.device((mine.index + 1) % torch.cuda.device_count()):
+        _sent, got = F.batch_isend_irecv([x, like], [(rank + 1) % n, (rank - 1) % n], [True, False])
+        x.fill_(-7.0)
+        got, _source = F.wait_message(got, like)
+    text = _differ(got + 0, torch.full((COUNT,), float((rank - 1) % n)))
+    return [text] if text else []
+
+
+def test_the_current_device_does_not_matter_to_messages() -> None:
+    _none_fails(run_on_devices(2, _messages_of_another_device, backend=NCCL))
+
+
+def _never_waited() -> list[str]:
+    """Results that nobody waits for are found over by later calls, or by one later wait."""
+    x = torch.ones(1 << 18, device=device())  # 1 MiB
+    F.wait_tensor(F.all_reduce(x, "sum", None))
+    torch.cuda.synchronize()
+    failures, before = [], torch.cuda.memory_allocated()
+    for later in ("calls", "a wait"):
+        for _ in range(100):
+            F.all_reduce(x, "sum", None)
+        torch.cuda.synchronize()
+        calls = 130 if later == "calls" else 1
+        ys = [torch.ops.c10d_ext.all_reduce(x[:1], "sum", group()) for _ in range(calls)]
+        for y in ys:
+            wait(y)
+        torch.cuda.synchronize()
+        more = (torch.cuda.memory_allocated() - before) >> 20
+        if more > 8:
+            failures.append(f"{more} MiB are held after {later}")
+    if torch_c10d_ext.pending_count():
+        failures.append(f"{torch_c10d_ext.pending_count()} are pending")
+    return failures
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_results_that_nobody_waits_for_are_released(size: int) -> None:
+    _none_fails(run_on_devices(size, _never_waited, backend=NCCL))
+
+
+def _future_aside(key: str) -> bool:
+    """To ask for a work's future does not hold up the stream that does."""
+    mine, store = device(), dist.distributed_c10d._get_default_store()
+    x = torch.ones(COUNT, device=mine)
+    F.wait_tensor(F.all_reduce(x, "sum", None))
+    torch.cuda.synchronize()
+    if dist.get_rank() != 0:
+        store.wait([key], dt.timedelta(seconds=30))
+    work = ext.all_reduce(x, async_op=True)
+    future, went_on = work.get_future(), True
+    if dist.get_rank() == 0:
+        beside, ends = torch.cuda.Event(), time.monotonic() + 5
+        beside.record()
+        while not beside.query() and time.monotonic() < ends:
+            time.sleep(0.01)
+        went_on = beside.query()
+        store.set(key, "1")
+    future.wait()
+    return went_on and bool((x == dist.get_world_size()).all())
+
+
+def test_a_future_leaves_the_callers_stream_free() -> None:
+    key = f"future-{time.monotonic_ns()}"
+    assert all(run_on_devices(2, _future_aside, key, backend=NCCL))
+
+
+def _spread_by_a_future() -> list[str]:
+    """What a future's callback puts where it belongs is there for whoever waits, on any stream."""
+    mine, n, rank = device(), dist.get_world_size(), dist.get_rank()
+    waits, again = torch.cuda.Stream(mine), torch.cuda.Stream(mine)
+    failures = []
+    for turn in range(5):
+        x = torch.full((COUNT,), float(rank + turn), device=mine)
+        outs = [torch.full((COUNT,), -1.0, device=mine) for _ in range(n)]
+        torch.cuda.synchronize()
+        work = ext.all_gather(outs, x, async_op=True)
+        future = work.get_future()
+        with torch.cuda.stream(waits):
+            work.wait()
+            z = torch.stack(outs)
+        with torch.cuda.stream(again):
+            future.wait()
+            z2 = torch.stack(outs)
+        waits.synchronize()
+        again.synchronize()
+        want = torch.arange(n).float().add(turn).repeat_interleave(COUNT).view(n, COUNT)
+        failures += [
+            f"turn {turn}: {text}" for text in (_differ(z, want), _differ(z2, want)) if text
+        ]
+    return failures
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_what_a_future_has_spread_is_seen_on_every_stream(size: int) -> None:
+    _none_fails(run_on_devices(size, _spread_by_a_future, backend=NCCL))

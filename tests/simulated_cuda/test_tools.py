@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import torch_c10d_ext.functional as F
-from tests.harness import pool
-from tests.simulated_cuda.on_cuda import device, run_on_devices
+from tests.simulated_cuda.on_cuda import ALONE, device, run_on_devices
 from tests.simulated_cuda.test_streams import (
     COUNT,
     _dropped,
@@ -21,17 +19,7 @@ from tests.simulated_cuda.test_streams import (
     _read_in_order,
 )
 
-pytestmark = pytest.mark.cuda
-
-# A pool of processes of their own, which keep the settings.
-BACKEND = "cuda:nccl"
-
-
-@pytest.fixture(autouse=True)
-def _own_processes() -> Iterator[None]:
-    pool.stop(BACKEND)
-    yield
-    pool.stop(BACKEND)
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("own_processes")]
 
 
 def _pair(error: Any) -> str:
@@ -92,7 +80,7 @@ def _sanitized() -> list[str]:
 
 
 def test_the_sanitizer_has_nothing_to_report() -> None:
-    _none_fails(run_on_devices(2, _sanitized, backend=BACKEND))
+    _none_fails(run_on_devices(2, _sanitized, backend=ALONE))
 
 
 def _segments() -> list[str]:
@@ -117,4 +105,4 @@ def _segments() -> list[str]:
 
 def test_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    _none_fails(run_on_devices(2, _segments, backend=BACKEND, deadline=200))
+    _none_fails(run_on_devices(2, _segments, backend=ALONE, deadline=200))

@@ -120,6 +120,7 @@ class SpreadingWork(dist.Work):
         self._targets = targets
         self._future: _C.Future[list[Tensor]] | None = None
         self._waited = False
+        self._spread: torch.Event | None = None  # by a future's callback, on a stream of its own
         self._error: Exception | None = None
         self._settling = threading.Lock()
 
@@ -136,6 +137,8 @@ class SpreadingWork(dist.Work):
                 _settle(self._started, self._targets)
                 self._error = None  # of a wait that ran out of patience
                 self._waited = True
+        if self._spread is not None:
+            self._spread.wait()
         return True
 
     def synchronize(self) -> None:
@@ -176,12 +179,21 @@ class SpreadingWork(dist.Work):
 
     def get_future(self) -> _C.Future[list[Tensor]]:
         if self._future is None:
-            arrived = torch.futures.collect_all([work.get_future() for work in self._works])
+            futures = [work.get_future() for work in self._works]
+            on_device = any(t.device.type not in ("cpu", "lazy") for t in self._started)
+            # A collected future knows no devices: what follows it runs on the stream of this call,
+            # which then waits for the collective.
+            one = on_device and len(futures) == 1
+            arrived = futures[0] if one else torch.futures.collect_all(futures)
 
             def spread() -> list[Tensor]:
+                in_place = all(is_in_place(t, p) for t, p in self._calls())
                 # A wait for what lies where it is to lie waits for later calls on it, too.
-                if not all(t.is_cpu and is_in_place(t, p) for t, p in self._calls()):
+                if not (in_place and all(t.is_cpu for t in self._started)):
                     self.wait()
+                if on_device and not in_place:
+                    self._spread = torch.Event(self._started[0].device)
+                    self._spread.record()
                 return self.result()
 
             self._future = _C.followed(arrived, spread)

@@ -98,8 +98,12 @@ struct EventHandle {
 };
 static_assert(sizeof(EventHandle) <= sizeof(cudaIpcEventHandle_t));
 
+// Made and not destroyed.
+std::atomic<int> live_events{0};
+
 struct Event {
   explicit Event(unsigned flags) : flags(flags) {
+    ++live_events;
     if ((flags & cudaEventInterprocess) != 0) {
       page = Page::make();
     }
@@ -108,7 +112,12 @@ struct Event {
   explicit Event(std::shared_ptr<Page> opened)
       : flags(cudaEventInterprocess | cudaEventDisableTiming),
         page(std::move(opened)),
-        is_opened(true) {}
+        is_opened(true) {
+    ++live_events;
+  }
+  ~Event() {
+    --live_events;
+  }
 
   const unsigned flags;
   std::shared_ptr<Page> page;
@@ -152,6 +161,11 @@ void await(const std::shared_ptr<Record>& record) {
 }  // namespace simulated_cuda
 
 using namespace simulated_cuda;
+
+// For tests: how many events there are.
+SIMULATED_CUDA_API int simulated_cuda_live_events() {
+  return live_events;
+}
 
 SIMULATED_CUDA_API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* made, unsigned flags) {
   *made = reinterpret_cast<cudaEvent_t>(new Event(flags));
