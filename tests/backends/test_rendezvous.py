@@ -98,6 +98,7 @@ def _stay_at(place: str, scratch: Path) -> None:
 def test_a_rank_killed_before_it_joins_a_group_is_named(
     name: str, backend: str, place: str
 ) -> None:
+    called = "mpi" if backend.endswith("mpi") else "shm"
     waiting = [0, 2, 3] if name == "new_group" else [0]
     with crew(4, backend) as ranks:
         ranks.start(1, _stay_at, place, ranks.scratch)
@@ -113,7 +114,8 @@ def test_a_rank_killed_before_it_joins_a_group_is_named(
             failure = ranks.result(rank)
             assert (failure.kind, failure.ranks) == ("RankLost", [1]), failure
             pattern = (
-                rf"shm: every rank must join the group, got: rank 1 \(pid {ranks.pid(1)}, gone\) "
+                rf"{called}: every rank must join the group, "
+                rf"got: rank 1 \(pid {ranks.pid(1)}, gone\) "
                 rf"\(rank {rank}/[24], group '.*'\)"
             )
             assert re.fullmatch(pattern, failure.text), failure.text

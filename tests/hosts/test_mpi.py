@@ -24,6 +24,7 @@ import torch.distributed.distributed_c10d as c10d
 import torch_c10d_ext
 from tests import contract
 from tests.backends import test_checked as checked
+from tests.backends import test_rendezvous as rendezvous
 from tests.backends import test_shm as shm
 from tests.backends import test_shm_faults as faults
 from tests.backends.failures import check_works
@@ -318,6 +319,10 @@ def test_the_group_can_be_shrunk_to_the_survivors(victim: int) -> None:
 )
 def test_faults(test: Any) -> None:
     test(MPI)
+
+
+def test_a_rank_killed_before_it_joins_a_group_is_named() -> None:
+    rendezvous.test_a_rank_killed_before_it_joins_a_group_is_named("split_group", MPI, "")
 
 
 # --- how ranks start -----------------------------------------------------------------------------
