@@ -7,8 +7,8 @@ from collections.abc import Collection
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from torch_c10d_ext._dynamo import real_tensors
 from torch_c10d_ext.optimizer._problem import Problem
 
 # Nodes of the largest graph whose ancestors are all looked at: a matrix of so many squared.
@@ -56,8 +56,7 @@ def lower_bound(p: Problem, mergeable: Collection[int] | None = None) -> float:
         for j in done[i]:
             tails[j] = max(tails[j], tails[i] + took[i])
     if count <= _ALL_ANCESTORS:
-        # Compilers call this where tensors are fake, which would make these fake, too.
-        with unset_fake_temporarily(), torch.device("cpu"):
+        with real_tensors(), torch.device("cpu"):
             before = _ancestors(done, started)
             loads = torch.tensor(load, dtype=torch.float64)
             machines = torch.tensor(machine)

@@ -234,7 +234,7 @@ class Search:
         stay: list[Step] = []
         for k in range(at - 1, to - 1, -1):
             step = steps[k]
-            if (step in needed) if type(step) is int else any(i in needed for i in step):  # type: ignore[union-attr]
+            if any(i in needed for i in ((step,) if isinstance(step, int) else step)):
                 needed.update(self._behind(step))
                 moved.append(step)
             else:
