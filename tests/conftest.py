@@ -1,6 +1,8 @@
 """Fixtures of the whole suite."""
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -16,8 +18,21 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
             parser.addini(name, "of pytest-timeout, which is not installed")
 
 
+_kernels = pytest.StashKey[str]()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "timeout(seconds): a deadline, by pytest-timeout")
+    # What several processes of pytest-xdist compile, they compile once between them.
+    if config.getoption("numprocesses", None) and "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        config.stash[_kernels] = tempfile.mkdtemp(prefix="torch_c10d_ext-kernels-")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = config.stash[_kernels]
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if made := config.stash.get(_kernels, None):
+        del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        shutil.rmtree(made, ignore_errors=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import io
 import json
@@ -24,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import torch_c10d_ext.distributed as ours
 import torch_c10d_ext.functional as F
 from tests.harness.crew import crew
-from torch_c10d_ext import Compute, Link, communication_report
+from torch_c10d_ext import Compute, Link, Topology, communication_report
 from torch_c10d_ext.report import CollectiveCall, CommunicationReport
 
 WORLD = "0"  # the default group's name
@@ -775,6 +776,60 @@ def test_links_are_checked() -> None:
         Link(hop=-1)
     with pytest.raises(ValueError, match="algorithm must be 'ring' or 'tree', got 'star'"):
         Link(algorithm="star")
+
+
+HOSTS = Topology(4, inside=Link(1e-6, 1e12), between=Link(10e-6, 1e9, hop=1e-6))
+
+
+def _links_of_hosts() -> None:
+    def step(x: Tensor) -> Tensor:
+        return F.wait_tensor(torch.ops.c10d_ext.all_reduce(x, "sum", _tp()))
+
+    x = torch.zeros(1 << 20)
+    (call,) = _report(step, x, link=HOSTS).calls
+    assert call.seconds == pytest.approx(min(HOSTS.times("all_reduce", 8, 4 << 20).values()))
+    flat = dataclasses.replace(HOSTS, algorithm="flat")
+    (call,) = _report(step, x, link=flat).calls
+    # A ring of 8: 14 hops, and 2 * 7/8 of 4 MiB over a host's link.
+    assert call.seconds == pytest.approx(10e-6 + 14e-6 + 1.75 * (4 << 20) / 1e9)
+
+
+def test_links_of_hosts(big_world: Call) -> None:
+    big_world(_links_of_hosts)
+
+
+def test_times_of_algorithms_between_hosts() -> None:
+    large = 64 << 20
+    times = HOSTS.times("all_reduce", 8, large)
+    # Rails carry between two hosts what the bound says, and a flat ring 1.75 times that.
+    assert times["rails"] == pytest.approx(large / 1e9, rel=0.01)
+    assert times["flat"] == pytest.approx(1.75 * large / 1e9, rel=0.01)
+    assert times["whole"] == pytest.approx(4 * large / 1e9, rel=0.01)
+    # Small: as many steps as hosts need, and not as ranks do.
+    small = HOSTS.times("all_reduce", 8, 8)
+    assert small["whole"] < small["rails"] + 1e-6 and small["whole"] < small["flat"]
+    # An exchange sends each byte once, whoever does it: half of it stays here.
+    exchange = HOSTS.times("all_to_all_single", 8, large)
+    assert exchange["flat"] == pytest.approx(4 * large / 2 / 1e9, rel=0.01)
+    for op in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        assert HOSTS.times(op, 8, large)["rails"] == pytest.approx(large / 2 / 1e9, rel=0.01)
+    assert HOSTS.times("all_reduce", 4, large) == {
+        "flat": Link(1e-6, 1e12).seconds("all_reduce", 4, 1.5 * large)
+    }
+    for ranks in (8, 64, 512, 4096):
+        at_scale = HOSTS.times("all_reduce", ranks, large)
+        assert at_scale["rails"] == min(at_scale.values())
+        # Towards twice the size over the link of a host, and a hop for each other host.
+        hosts = ranks // 4
+        bound = 2 * (hosts - 1) / hosts * large / 1e9 + 2 * (hosts - 1) * 1e-6
+        assert at_scale["rails"] == pytest.approx(bound, rel=0.01)
+
+
+def test_topologies_are_checked() -> None:
+    with pytest.raises(ValueError, match="ranks_per_host must be 1 or more, got 0"):
+        Topology(0)
+    with pytest.raises(ValueError, match="algorithm must be 'flat', .* got 'star'"):
+        Topology(2, algorithm="star")
 
 
 # --- memory, operations, traces for simulators ----------------------------------------------------

@@ -163,7 +163,13 @@ class GlobalRanks:
 
 class Rendezvous:
     def __init__(
-        self, store: dist.Store, rank: int, size: int, group_name: str, global_ranks: GlobalRanks
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        group_name: str,
+        global_ranks: GlobalRanks,
+        backend: str = "shm",
     ) -> None: ...
     def look(self) -> None: ...
     def check(self) -> None: ...
@@ -180,6 +186,7 @@ class CheckedBackend(SplittableBackend):
         strict: int,
         name: str = "shm",
         connect: Callable[..., dist.Backend] | None = None,
+        counted_as: str = "",
     ) -> None: ...
     @property
     def inner(self) -> dist.Backend: ...
@@ -196,7 +203,12 @@ class HierarchicalBackend(dist.Backend):
         local: dist.Backend | None,
         rail: dist.Backend | None,
         flat: dist.Backend,
+        title: str,
     ) -> None: ...
+    @property
+    def title(self) -> str: ...
+    @property
+    def engine(self) -> dist.Backend: ...
     @property
     def hosts(self) -> list[list[int]]: ...
 

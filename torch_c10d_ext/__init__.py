@@ -45,7 +45,7 @@ from torch_c10d_ext._capabilities import register_backend_capabilities
 from torch_c10d_ext._dynamo import install, installed, uninstall
 from torch_c10d_ext._for_gloo import backend_of, use_shm_for_gloo
 from torch_c10d_ext.optimizer import communication_backend, communication_options, optimize
-from torch_c10d_ext.report import Compute, Link, communication_report
+from torch_c10d_ext.report import Compute, Link, Topology, communication_report
 
 _C.set_group_names_provider(_groups.known_names)
 _inductor.enable()
@@ -62,6 +62,7 @@ __all__ = [
     "AsyncCollectiveTensor",
     "Compute",
     "Link",
+    "Topology",
     "backend_of",
     "calibrate",
     "communication_backend",

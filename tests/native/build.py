@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import re
 import shlex
 import subprocess
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -74,18 +77,34 @@ def _make(out: Path, command: list[str], inputs: Iterable[Path]) -> Path:
     for path in sorted(inputs):
         digest.update(path.read_bytes())
     result = out.with_name(f"{out.stem}-{digest.hexdigest()[:16]}{out.suffix}")
-    if not result.exists():
-        out.parent.mkdir(parents=True, exist_ok=True)
-        part = result.with_name(f"{result.name}.{os.getpid()}")
-        command = [*command, "-o", str(part)]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_COMPILE_DEADLINE, check=False
-        )
-        assert done.returncode == 0, f"{shlex.join(command)}\n{done.stderr}"
-        for old in out.parent.glob(f"{out.stem}-{'?' * 16}{out.suffix}"):
-            old.unlink(missing_ok=True)
-        part.rename(result)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(out):
+        if not result.exists():
+            part = result.with_name(f"{result.name}.part")
+            command = [*command, "-o", str(part)]
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=_COMPILE_DEADLINE, check=False
+            )
+            assert done.returncode == 0, f"{shlex.join(command)}\n{done.stderr}"
+            for old in out.parent.glob(f"{out.stem}-{'?' * 16}{out.suffix}"):
+                old.unlink(missing_ok=True)
+            part.rename(result)
     return result
+
+
+@contextlib.contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """No other process of the tests makes the same file meanwhile."""
+    with open(out.with_name(f"{out.name}.lock"), "w") as lock:
+        ends = time.monotonic() + 2 * _COMPILE_DEADLINE
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                assert time.monotonic() < ends, f"another process still compiles {out.name}"
+                time.sleep(0.1)
+        yield
 
 
 def _object_of_the_extension(source: Path) -> Path | None:

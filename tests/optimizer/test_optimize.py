@@ -374,3 +374,22 @@ def _exported() -> None:
 
 def test_exported_programs_are_optimized(fake_world: Call) -> None:
     fake_world(_exported)
+
+
+def _costs_of_out() -> None:
+    costs = []
+    for into in (False, True):
+        b = Builder()
+        x = b.input("x", 64, 64)
+        if into:
+            out = b.call(aten.empty.memory_format, [RANKS * 64, 64], device="cpu")
+            y = b.call(native.all_gather_into_tensor_out.default, x, RANKS, WORLD, out=out)
+        else:
+            y = b.call(native.all_gather_into_tensor.default, x, RANKS, WORLD)
+        graph = b.done(b.call(native.wait_tensor.default, y))
+        costs.append(_optimized(graph)[1].seconds_before)
+    assert costs[0] == costs[1]
+
+
+def test_where_a_gather_is_written_to_sends_nothing(fake_world: Call) -> None:
+    fake_world(_costs_of_out)

@@ -12,6 +12,7 @@ from torch_c10d_ext.report._costs import Compute, Link
 from torch_c10d_ext.report._graph import Sizes
 from torch_c10d_ext.report._schedule import Schedule
 from torch_c10d_ext.report._timeline import CollectiveCall, CommunicationReport, Step
+from torch_c10d_ext.report._topology import Topology
 
 __all__ = [
     "CollectiveCall",
@@ -19,6 +20,7 @@ __all__ = [
     "Compute",
     "Link",
     "Step",
+    "Topology",
     "communication_report",
 ]
 
@@ -26,8 +28,8 @@ __all__ = [
 def communication_report(
     graph: Any,
     *,
-    link: Link = Link(),
-    links: Mapping[Any, Link] | None = None,
+    link: Link | Topology = Link(),
+    links: Mapping[Any, Link | Topology] | None = None,
     compute: Compute | Callable[[Node], float] = Compute(),
     sizes: Mapping[str, int] | None = None,
 ) -> CommunicationReport:
@@ -67,7 +69,7 @@ def communication_report(
             make_fx, torch.export, Dynamo and AOTAutograd make them. The groups it names must
             exist. A nested graph (a loop's body, each branch, a checkpointed region) counts once
             per call.
-        link: the cost of a collective.
+        link: the cost of a collective; a :class:`Topology`: that on several hosts.
         links: the same for some groups, see :data:`torch_c10d_ext.functional.Group`.
         compute: the cost of everything else: rates, or a function of the node in seconds.
         sizes: values for symbolic sizes by name (``{"s77": 4096}``), where they shall not be those

@@ -29,6 +29,7 @@ from torch_c10d_ext.report._graph import (
     wire_of,
 )
 from torch_c10d_ext.report._timeline import CollectiveCall, CommunicationReport, Step
+from torch_c10d_ext.report._topology import Topology
 
 # What torch calls a group that nobody has described.
 UNSAID = ("", "undefined", "default_pg")
@@ -93,8 +94,8 @@ class Schedule:
 
     def __init__(
         self,
-        link: Link,
-        links: dict[str, Link],
+        link: Link | Topology,
+        links: dict[str, Link | Topology],
         compute: Compute | Callable[[Node], float],
         sizes: Sizes,
     ) -> None:

@@ -44,10 +44,10 @@ class HierarchicalBackend final : public c10d::Backend {
   using Tensors = std::vector<at::Tensor>;
 
   // `hosts`: the group's ranks of each host. `local`: null on a host with one rank; `rail`: null on
-  // ranks that are in none.
+  // ranks that are in none. `title`: what it is in profilers and reports.
   HierarchicalBackend(int rank, int size, const std::string& group_name,
                       std::vector<std::vector<int>> hosts, BackendPtr local, BackendPtr rail,
-                      BackendPtr flat);
+                      BackendPtr flat, std::string title);
   ~HierarchicalBackend() override;
 
   // The row of the table of capabilities.
@@ -76,6 +76,12 @@ class HierarchicalBackend final : public c10d::Backend {
   const std::vector<std::vector<int>>& hosts() const {
     return hosts_;
   }
+  const std::string& title() const {
+    return title_;
+  }
+  const BackendPtr& engine() const {
+    return flat_.backend;
+  }
 
   class ScheduledWork;
 
@@ -103,7 +109,7 @@ class HierarchicalBackend final : public c10d::Backend {
     std::function<void()> finish_;
   };
 
-  WorkPtr schedule(c10d::OpType type, std::function<void()> steps);
+  WorkPtr schedule(c10d::OpType type, const at::Tensor& input, std::function<void()> steps);
   Step start(const Part& part, const CollectiveRequest& request) const;
 
   bool is_leader() const {
@@ -128,6 +134,7 @@ class HierarchicalBackend final : public c10d::Backend {
   int host_ = 0, place_in_host_ = 0;
   bool is_even_ = true;  // all hosts have as many ranks
   const Part local_, rail_, flat_;
+  const std::string title_;
   const std::shared_ptr<Thread> thread_;
 };
 

@@ -26,11 +26,13 @@
 #include "backends/mpi/pmi_server.h"
 #include "base/gil.h"
 #include "base/memory.h"
+#include "base/profiler_span.h"
 #include "base/reduction.h"
 #include "base/sparse.h"
 #include "base/timeouts.h"
 #include "control/rendezvous.h"
 #include "work/future.h"
+#include "work/span_name.h"
 
 namespace c10d_ext {
 
@@ -118,13 +120,21 @@ void start_messages(Library& library, std::vector<Request>& requests, bool sends
 
 class MpiBackend::MpiWork final : public c10d::Work {
  public:
-  MpiWork(int rank, c10d::OpType type, uint64_t owner) : c10d::Work(rank, type), owner_(owner) {}
+  MpiWork(int rank, c10d::OpType type, uint64_t owner, std::unique_ptr<ProfilerSpan> span)
+      : c10d::Work(rank, type), owner_(owner), span_(std::move(span)) {
+    if (span_) {
+      span_->begin();
+    }
+  }
 
   void number(uint64_t number) {
     number_ = number;
   }
 
   void end(const std::exception_ptr& error) {
+    if (span_) {
+      span_->end();
+    }
     finish(error);
     if (error) {
       future_->setErrorIfNeeded(error);
@@ -143,6 +153,7 @@ class MpiBackend::MpiWork final : public c10d::Work {
 
  private:
   const uint64_t owner_;
+  const std::unique_ptr<ProfilerSpan> span_;
   uint64_t number_ = 0;
   const c10::intrusive_ptr<c10::ivalue::Future> future_ =
       c10::make_intrusive<c10::ivalue::Future>(c10::NoneType::get());
@@ -207,7 +218,7 @@ c10::intrusive_ptr<MpiBackend> MpiBackend::connect(const c10::intrusive_ptr<c10d
   try {
     auto& engine = Engine::of_this_process();
     Library& library = engine.library();
-    const Rendezvous expected(place, store, global_ranks);
+    const Rendezvous expected(place, store, global_ranks, kPublicName);
     const KeyValueStore meeting = expected.part_of_store("world_ranks");
     // Where everybody is in MPI_COMM_WORLD.
     meeting.set(std::to_string(rank), c10::str(library.rank(), ' ', library.size()));
@@ -261,8 +272,13 @@ void MpiBackend::abort() {
 
 // --- Calls ---------------------------------------------------------------------------------------
 
-c10::intrusive_ptr<MpiBackend::MpiWork> MpiBackend::make_work(c10d::OpType type) const {
-  return c10::make_intrusive<MpiWork>(rank_, type, id_);
+c10::intrusive_ptr<MpiBackend::MpiWork> MpiBackend::make_work(c10d::OpType type,
+                                                              const at::Tensor& input) const {
+  auto span = ProfilerSpan::open(kPublicName, span_name(type));
+  if (span && input.defined()) {
+    span->add_input(input);
+  }
+  return c10::make_intrusive<MpiWork>(rank_, type, id_, std::move(span));
 }
 
 void MpiBackend::call(const c10::intrusive_ptr<MpiWork>& work,
@@ -373,7 +389,7 @@ void MpiBackend::reduce_parts(const c10::intrusive_ptr<MpiWork>& work, const at:
 }
 
 MpiBackend::WorkPtr MpiBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
-  const auto work = make_work(c10d::OpType::BROADCAST);
+  const auto work = make_work(c10d::OpType::BROADCAST, tensors[0]);
   call(
       work,
       [t = tensors[0], root = static_cast<int>(opts.rootRank), largest = largest_,
@@ -390,7 +406,7 @@ MpiBackend::WorkPtr MpiBackend::broadcast(Tensors& tensors, const c10d::Broadcas
 
 // How many entries everybody has, then all of them, which each rank adds up.
 MpiBackend::WorkPtr MpiBackend::all_reduce_sparse(const at::Tensor& tensor) {
-  const auto work = make_work(c10d::OpType::_ALLREDUCE_SPARSE);
+  const auto work = make_work(c10d::OpType::_ALLREDUCE_SPARSE, tensor);
   const at::Tensor own = added_up(tensor);
   const at::Tensor indices = own._indices().contiguous(), values = own._values().contiguous();
   const at::Tensor count = at::empty({1}, at::kLong).fill_(indices.size(1));
@@ -445,7 +461,7 @@ MpiBackend::WorkPtr MpiBackend::allreduce(Tensors& tensors, const c10d::Allreduc
   if (tensors[0].is_sparse()) {
     return all_reduce_sparse(tensors[0]);
   }
-  const auto work = make_work(c10d::OpType::ALLREDUCE);
+  const auto work = make_work(c10d::OpType::ALLREDUCE, tensors[0]);
   const at::Tensor t = span_of(tensors[0], 0, tensors[0].numel());
   const auto op = op_of(opts.reduceOp);
   const auto bytes = static_cast<int64_t>(t.nbytes());
@@ -480,7 +496,7 @@ MpiBackend::WorkPtr MpiBackend::allreduce(Tensors& tensors, const c10d::Allreduc
 }
 
 MpiBackend::WorkPtr MpiBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
-  const auto work = make_work(c10d::OpType::REDUCE);
+  const auto work = make_work(c10d::OpType::REDUCE, tensors[0]);
   const at::Tensor t = span_of(tensors[0], 0, tensors[0].numel());
   const auto op = op_of(opts.reduceOp);
   const auto root = static_cast<size_t>(opts.rootRank);
@@ -520,7 +536,7 @@ MpiBackend::WorkPtr MpiBackend::reduce(Tensors& tensors, const c10d::ReduceOptio
 
 MpiBackend::WorkPtr MpiBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                 const c10d::AllgatherOptions& /*opts*/) {
-  const auto work = make_work(c10d::OpType::_ALLGATHER_BASE);
+  const auto work = make_work(c10d::OpType::_ALLGATHER_BASE, input);
   const auto ranks = static_cast<size_t>(size_);
   const auto bytes = static_cast<int64_t>(input.nbytes());
   if (bytes * size_ <= largest_) {
@@ -541,7 +557,7 @@ MpiBackend::WorkPtr MpiBackend::_allgather_base(at::Tensor& output, at::Tensor& 
 
 MpiBackend::WorkPtr MpiBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                      const c10d::ReduceScatterOptions& opts) {
-  const auto work = make_work(c10d::OpType::_REDUCE_SCATTER_BASE);
+  const auto work = make_work(c10d::OpType::_REDUCE_SCATTER_BASE, input);
   reduce_parts(work, span_of(input, 0, input.numel()),
                Sizes(static_cast<size_t>(size_), output.numel()),
                span_of(output, 0, output.numel()), op_of(opts.reduceOp), [work] { work->end({}); });
@@ -551,7 +567,7 @@ MpiBackend::WorkPtr MpiBackend::_reduce_scatter_base(at::Tensor& output, at::Ten
 MpiBackend::WorkPtr MpiBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                               Sizes& output_splits, Sizes& input_splits,
                                               const c10d::AllToAllOptions& /*opts*/) {
-  const auto work = make_work(c10d::OpType::ALLTOALL_BASE);
+  const auto work = make_work(c10d::OpType::ALLTOALL_BASE, input);
   const auto bytes_of = [this](const at::Tensor& t, Sizes rows) {
     const int64_t all = sum_of(rows);
     if (rows.empty()) {
@@ -571,7 +587,7 @@ MpiBackend::WorkPtr MpiBackend::alltoall_base(at::Tensor& output, at::Tensor& in
 }
 
 MpiBackend::WorkPtr MpiBackend::barrier(const c10d::BarrierOptions& /*opts*/) {
-  const auto work = make_work(c10d::OpType::BARRIER);
+  const auto work = make_work(c10d::OpType::BARRIER, {});
   call(
       work,
       [comm = collectives_](Library& library, auto& requests) {
@@ -593,7 +609,7 @@ MpiBackend::WorkPtr MpiBackend::message(c10d::OpType type, Tensors& tensors, int
   const bool sends = type == c10d::OpType::SEND;
   C10D_EXT_CHECK_VALUE(tag >= 0 && tag <= tag_limit_, sends ? "send" : "recv", place_,
                        "the tag must be from 0 to ", tag_limit_, ", which MPI has, got ", tag);
-  const auto work = make_work(type);
+  const auto work = make_work(type, sends ? tensors[0] : at::Tensor());
   const uint64_t number = ++message_count_;
   work->number(number);
   call(

@@ -42,6 +42,9 @@ class MpiBackend final : public c10d::Backend {
                                                 const GlobalRanks& global_ranks, int largest);
   ~MpiBackend() override;
 
+  // What users call it; the table of capabilities knows what moves its data by another name.
+  static constexpr char kPublicName[] = "mpi";
+
   // The row of the table of capabilities.
   const std::string getBackendName() const override {
     return "libmpi";
@@ -78,7 +81,7 @@ class MpiBackend final : public c10d::Backend {
   void call(const c10::intrusive_ptr<MpiWork>& work,
             std::function<void(mpi::Library&, std::vector<mpi::Request>&)> start, Over over,
             uint64_t number = 0);
-  c10::intrusive_ptr<MpiWork> make_work(c10d::OpType type) const;
+  c10::intrusive_ptr<MpiWork> make_work(c10d::OpType type, const at::Tensor& input) const;
 
   // Sends and receives at once: parts of tensors to and from every rank.
   void exchange(const c10::intrusive_ptr<MpiWork>& work, Exchange parts, Over over);

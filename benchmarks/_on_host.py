@@ -1,0 +1,191 @@
+"""A rank of ``benchmarks/hosts.py``: all peers in one process, measured in turns."""
+
+from __future__ import annotations
+
+import datetime as dt
+import importlib
+import json
+import os
+import random
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import torch_c10d_ext
+
+Call = Callable[[], Any]
+
+# torch 2.13 has them under other names.
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+BLOCK = 0.12  # seconds of calls between two looks at the clock
+MOST = 400
+
+
+@contextmanager
+def _environment(**words: str) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(words)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _groups(engines: list[str]) -> dict[str, Any]:
+    groups = {"gloo": dist.group.WORLD}
+    with _environment(TORCH_C10D_EXT_SHM_DISABLE="1"):
+        groups["flat"] = dist.new_group(backend="shm")
+    if "mpi" in engines:
+        groups["mpi"] = dist.new_group(backend="cpu:mpi")
+    for engine in engines:
+        with _environment(TORCH_C10D_EXT_SHM_BETWEEN_HOSTS=engine):
+            groups[f"shm+{engine}"] = dist.new_group(backend="shm")
+    for name, group in groups.items():
+        found = torch_c10d_ext.backend_of(group)
+        assert found == {"flat": "gloo"}.get(name, name) or not name.startswith("shm"), found
+    return groups
+
+
+def _calls(verb: str, size: int, groups: dict[str, Any], mpi: Any) -> dict[str, Call]:
+    """By peer; ``size``: bytes of a rank's larger buffer."""
+    n = dist.get_world_size()
+    count = (
+        max(size // 4 // n * n, n) if verb != "all_reduce" and verb != "broadcast" else size // 4
+    )
+    count = max(count, 2)
+    whole, part = torch.zeros(count), torch.zeros(max(count // n, 1))
+    other = torch.zeros(count)
+
+    def ours(group: Any) -> Call:
+        return {
+            "all_reduce": lambda: dist.all_reduce(whole, group=group),
+            "broadcast": lambda: dist.broadcast(whole, 0, group=group),
+            "all_gather": lambda: all_gather(whole, part, group=group),
+            "reduce_scatter": lambda: reduce_scatter(part, whole, group=group),
+            "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+        }[verb]
+
+    calls = {name: ours(group) for name, group in groups.items()}
+    if mpi is not None:
+        world = mpi.COMM_WORLD
+        a, b, c = whole.numpy(), part.numpy(), other.numpy()
+        calls["MPICH"] = {
+            "all_reduce": lambda: world.Allreduce(mpi.IN_PLACE, a),
+            "broadcast": lambda: world.Bcast(a, 0),
+            "all_gather": lambda: world.Allgather(b, a),
+            "reduce_scatter": lambda: world.Reduce_scatter_block(a, b),
+            "all_to_all": lambda: world.Alltoall(a, c),
+        }[verb]
+    return calls
+
+
+def _agree(value: float) -> float:
+    """The largest of all ranks."""
+    t = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(t, dist.ReduceOp.MAX)
+    return float(t)
+
+
+def _measure(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
+    counts = {}
+    for name, call in calls.items():
+        call()
+        dist.barrier()
+        start = time.perf_counter()
+        call()
+        call()
+        each = _agree((time.perf_counter() - start) / 2)
+        counts[name] = max(1, min(MOST, int(BLOCK / each)))
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    order = random.Random(0)
+    for _ in range(rounds):
+        names = list(calls)
+        order.shuffle(names)
+        for name in names:
+            call, count = calls[name], counts[name]
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(count):
+                call()
+            times[name].append(_agree((time.perf_counter() - start) / count))
+    return times
+
+
+def _link(hosts: list[int]) -> tuple[float, float]:
+    """Seconds from one host to the next, one way, and bytes per second, by a socket alone."""
+    rank, first, last = dist.get_rank(), 0, hosts.index(1)
+    port, address = 29700, os.environ["MASTER_ADDR"]
+    found = torch.zeros(2, dtype=torch.float64)
+    if rank == first:
+        server = socket.create_server(("", port))
+    dist.barrier()
+    if rank in (first, last):
+        peer = server.accept()[0] if rank == first else socket.create_connection((address, port))
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        trips = []
+        for _ in range(200):
+            if rank == first:
+                start = time.perf_counter()
+                peer.sendall(b"12345678")
+                peer.recv(8)
+                trips.append((time.perf_counter() - start) / 2)
+            else:
+                peer.sendall(peer.recv(8))
+        size = 1 << 25
+        if rank == first:
+            start = time.perf_counter()
+            peer.sendall(bytes(size))
+            peer.recv(1)
+            found[0] = statistics.median(trips)
+            found[1] = size / (time.perf_counter() - start)
+        else:
+            left, buffer = size, bytearray(1 << 20)
+            while left:
+                left -= peer.recv_into(buffer)
+            peer.sendall(b"1")
+        peer.close()
+    if rank == first:
+        server.close()
+    dist.broadcast(found, 0)
+    return float(found[0]), float(found[1])
+
+
+def _mpich(packages: str) -> Any:
+    """mpi4py in the MPI that the groups have started; None where there is no mpi4py."""
+    sys.path.append(packages)
+    try:
+        import mpi4py
+    except ImportError:
+        return None
+    mpi4py.rc.initialize = mpi4py.rc.finalize = False
+    return importlib.import_module("mpi4py.MPI")
+
+
+def main() -> None:
+    """Measures what the first argument says, as JSON; rank 0 prints a line for each case."""
+    plan = json.loads(sys.argv[1])
+    dist.init_process_group("gloo", timeout=dt.timedelta(seconds=120))
+    groups = _groups(plan["engines"])
+    mpi = _mpich(plan["mpi4py"]) if "mpi" in plan["engines"] else None
+    latency, rate = _link(plan["places"])
+    if dist.get_rank() == 0:
+        print(json.dumps({"latency": latency, "rate": rate, "mpich": mpi is not None}), flush=True)
+    for verb, size in plan["cases"]:
+        times = _measure(_calls(verb, size, groups, mpi), plan["rounds"])
+        if dist.get_rank() == 0:
+            print(json.dumps({"verb": verb, "size": size, "times": times}), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+main()

@@ -1,0 +1,223 @@
+"""Groups on hosts that are namespaces of one machine, with a network between them that can fail."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import hosts as bench
+from tests.harness import emulated_hosts as emulated
+from torch_c10d_ext import Link, Topology
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+DEADLINE = 120.0
+# Of random ones; as many as there is time for.
+CALLS = int(os.environ.get("C10D_EXT_RANDOM_CALLS", "200"))
+
+
+@pytest.fixture(autouse=True)
+def _needs_hosts() -> None:
+    reason = emulated.why_not()
+    if reason and os.environ.get(emulated.REQUIRED) == "1":
+        pytest.fail(f"{emulated.REQUIRED}=1, and this machine cannot emulate hosts: {reason}")
+    if reason:
+        pytest.skip(f"this machine cannot emulate hosts: {reason}")
+
+
+class _Ranks:
+    """Ranks on hosts, and what they say."""
+
+    def __init__(
+        self,
+        hosts: emulated.Hosts,
+        places: Sequence[int],
+        scenario: str,
+        folder: Path,
+        **settings: str,
+    ) -> None:
+        self.hosts, self.places = hosts, places
+        self.logs = [folder / f"{rank}.log" for rank in range(len(places))]
+        self.processes: list[subprocess.Popen[bytes]] = []
+        for rank, host in enumerate(places):
+            environment = {
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+                "OMP_NUM_THREADS": "1",
+                "MASTER_ADDR": hosts.address(places[0]),
+                "MASTER_PORT": "29500",
+                "WORLD_SIZE": str(len(places)),
+                "RANK": str(rank),
+                "GLOO_SOCKET_IFNAME": "eth0",
+                **settings,
+            }
+            with open(self.logs[rank], "wb") as log:
+                command = [sys.executable, str(ROOT / "tests/hosts/rank.py"), scenario]
+                self.processes.append(hosts.start(host, command, environment, log.fileno()))
+
+    def text(self) -> str:
+        return "\n".join(log.read_text() for log in self.logs)
+
+    def await_ready(self) -> None:
+        until = time.monotonic() + DEADLINE
+        for rank, log in enumerate(self.logs):
+            while '"ready"' not in log.read_text():
+                assert time.monotonic() < until, self.text()
+                assert self.processes[rank].poll() is None, self.text()
+                time.sleep(0.02)
+
+    def result(self, rank: int, deadline: float = DEADLINE) -> Any:
+        code = self.processes[rank].wait(deadline)
+        said = self.logs[rank].read_text()
+        assert code == 0, self.text()
+        return json.loads(next(line for line in reversed(said.splitlines()) if line[:1] == "{"))
+
+
+@contextlib.contextmanager
+def _ranks(
+    places: Sequence[int],
+    scenario: str,
+    folder: Path,
+    loss: float = 0,
+    **settings: str,
+) -> Iterator[_Ranks]:
+    with emulated.emulated_hosts(max(places) + 1, loss=loss) as hosts:
+        yield _Ranks(hosts, places, scenario, folder, **settings)
+
+
+@pytest.mark.parametrize("engine", ["gloo", "mpi"])
+@pytest.mark.parametrize("places", [(0, 0, 1, 1), (0, 1, 1, 1), (0, 1, 2, 0, 1, 2)], ids=str)
+def test_verbs_and_groups(places: tuple[int, ...], engine: str, tmp_path: Path) -> None:
+    settings = {} if engine == "gloo" else {"TORCH_C10D_EXT_SHM_BETWEEN_HOSTS": engine}
+    with _ranks(places, "verbs", tmp_path, 0, **settings) as ranks:
+        hosts = [[r for r, at in enumerate(places) if at == h] for h in range(max(places) + 1)]
+        for rank, at in enumerate(places):
+            said = ranks.result(rank)
+            assert said["backend"] == f"shm+{engine}"
+            assert said["hosts"] == hosts
+            # One rank of each host, and those of this one.
+            assert said["groups"] == [engine] * (rank == hosts[at][0]) + ["shm"]
+
+
+@pytest.mark.parametrize("victim", [0, 1, 3])
+def test_a_killed_rank_is_named_with_its_host(victim: int, tmp_path: Path) -> None:
+    with _ranks((0, 0, 1, 1), "until_it_fails", tmp_path) as ranks:
+        ranks.await_ready()
+        killed = time.time()
+        ranks.hosts.signal(ranks.processes[victim], signal.SIGKILL)
+        times = []
+        for rank in {0, 1, 2, 3} - {victim}:
+            said = ranks.result(rank)
+            assert said["kind"] == "RankLost" and said["ranks"] == [victim], said
+            assert "gone)" in said["text"]
+            if rank // 2 != victim // 2:
+                assert f"on host{victim // 2}, gone)" in said["text"]
+            times.append(said["at"] - killed)
+        print(f"killed rank {victim}: known after {max(times) * 1000:.0f} ms")
+
+
+def test_a_link_that_is_down_is_found_by_the_heartbeat(tmp_path: Path) -> None:
+    with _ranks((0, 0, 1, 1), "until_it_fails", tmp_path) as ranks:
+        ranks.await_ready()
+        cut = time.time()
+        ranks.hosts.cut(1)
+        times = []
+        for rank in range(4):
+            said = ranks.result(rank)
+            there = [2, 3] if rank < 2 else [0]
+            assert said["kind"] == "RankLost" and said["ranks"] == there, said
+            assert f"on host{1 - rank // 2}, unreachable)" in said["text"]
+            times.append(said["at"] - cut)
+        print(f"link down: known after {max(times):.2f} s")
+
+
+def test_a_host_that_is_stopped_is_named_at_the_timeout(tmp_path: Path) -> None:
+    with _ranks((0, 0, 1, 1), "until_it_fails", tmp_path, TEST_TIMEOUT="4") as ranks:
+        ranks.await_ready()
+        for rank in (2, 3):
+            ranks.hosts.signal(ranks.processes[rank], signal.SIGSTOP)
+        for rank in (0, 1):
+            said = ranks.result(rank)
+            assert said["kind"] == "CollectiveTimeout", said
+            assert set(said["ranks"]) <= {2, 3} and said["ranks"], said
+            assert "on host1, silent)" in said["text"], said
+
+
+@pytest.mark.parametrize("engine", ["gloo", "mpi"])
+def test_random_calls_over_a_network_that_loses_frames(engine: str, tmp_path: Path) -> None:
+    settings = {"TEST_CALLS": str(CALLS), "TORCH_C10D_EXT_SHM_BETWEEN_HOSTS": engine}
+    with _ranks((0, 1, 0, 1), "random_calls", tmp_path, 1.0, **settings) as ranks:
+        for rank in range(4):
+            assert ranks.result(rank, DEADLINE + 0.2 * CALLS) == {"done": CALLS}
+
+
+def test_the_benchmarks_bound_is_that_of_the_model() -> None:
+    """The link alone, without what ranks of a host do among themselves."""
+    free = Link(latency=0, bandwidth=float("inf"))
+    for hosts, here in ((2, 2), (4, 2), (4, 8)):
+        topology = Topology(here, inside=free, between=Link(latency=1e-4, bandwidth=1e8))
+        for verb, op in (
+            ("all_gather", "all_gather_into_tensor"),
+            ("reduce_scatter", "reduce_scatter_tensor"),
+            ("all_to_all", "all_to_all_single"),
+            ("broadcast", "broadcast"),
+        ):
+            times = topology.times(op, hosts * here, 1 << 24)
+            bound = bench.bound(verb, 1 << 24, hosts, here, 1e8, 1e-4)
+            assert times["rails"] == pytest.approx(bound)
+        rails = topology.times("all_reduce", hosts * here, 1 << 24)["rails"]
+        assert rails - 1e-4 == pytest.approx(
+            bench.bound("all_reduce", 1 << 24, hosts, here, 1e8, 1e-4)
+        )
+
+
+JOIN = """
+import datetime as dt, os, sys
+import torch.distributed as dist
+import torch_c10d_ext
+try:
+    dist.init_process_group("shm", timeout=dt.timedelta(seconds=8))
+except Exception as error:
+    print(str(error).splitlines()[0], flush=True)
+os._exit(0)
+"""
+
+
+def test_a_rank_of_a_third_network_is_told_which_address_was_tried(tmp_path: Path) -> None:
+    """It reaches the store, and not the network on which the others are."""
+    with emulated.emulated_hosts(3) as hosts:
+        hosts.give_address(0, "10.214.0.1/24")
+        hosts.give_address(2, "10.214.0.3/24")
+        hosts.take_address(2, f"{hosts.address(2)}/24")
+        processes, logs = [], []
+        for rank, host in enumerate((0, 0, 2, 2)):
+            environment = {
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+                "MASTER_ADDR": "10.214.0.1" if host == 2 else hosts.address(0),
+                "MASTER_PORT": "29500",
+                "WORLD_SIZE": "4",
+                "RANK": str(rank),
+            }
+            logs.append(tmp_path / str(rank))
+            with open(logs[rank], "wb") as log:
+                command = [sys.executable, "-c", JOIN]
+                processes.append(hosts.start(host, command, environment, log.fileno()))
+        for process in processes:
+            process.wait(DEADLINE)
+        for rank in (2, 3):
+            said = logs[rank].read_text()
+            assert "every rank must join the group" in said, said
+            assert (
+                f"tried rank {rank - 2} at {hosts.address(0)} (Network is unreachable) "
+                f"(rank {rank}/4, group '0')"
+            ) in said, said

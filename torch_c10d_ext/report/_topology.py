@@ -1,0 +1,119 @@
+"""What collectives cost on hosts of several ranks, by each algorithm."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch_c10d_ext.report._costs import Link
+
+# The parts of a large all_reduce that are in different steps at once, as the backend has them.
+_PART, _PARTS = 1 << 20, 8
+
+_BOTH_WAYS = ("all_reduce", "reduce_from_group")
+_GATHERS = ("all_gather_into_tensor", "all_gather", "gather")
+_SCATTERS = ("reduce_scatter_tensor", "reduce_scatter", "scatter")
+_MESSAGES = ("permute_tensor", "isend", "irecv", "batch_isend_irecv", "batch_p2p_ops")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Hosts with a link each to one switch, and ranks that fill one host after the other.
+
+    It is a :class:`Link` to :func:`communication_report`, whose collectives take what the fastest
+    algorithm takes, or the one that is named here.
+
+    ``"flat"`` is a ring over all ranks, of which each host's link carries one rank's part.
+    ``"rails"`` reduces and gathers inside each host, and has one group for each place in a host
+    between them, in up to 8 parts at once for an all_reduce. ``"leaders"`` has one rank of each
+    host between them. ``"whole"`` is an all_reduce inside and then one of everything on every rail:
+    the fewest steps, for small messages.
+
+    Args:
+        ranks_per_host: as many on every host; the last one may have fewer.
+        inside: the cost inside a host; ``bandwidth`` is one rank's.
+        between: the cost between hosts; ``bandwidth`` is one host's, in each direction.
+        algorithm: ``"flat"``, ``"rails"``, ``"leaders"`` or ``"whole"``; none: the fastest.
+        shared: as :attr:`Link.shared`.
+    """
+
+    ranks_per_host: int
+    inside: Link = Link()
+    between: Link = Link()
+    algorithm: str | None = None
+    shared: str = ""
+
+    def __post_init__(self) -> None:
+        if self.ranks_per_host < 1:
+            raise ValueError(
+                f"Topology: ranks_per_host must be 1 or more, got {self.ranks_per_host}"
+            )
+        if self.algorithm not in (None, "flat", "rails", "leaders", "whole"):
+            raise ValueError(
+                "Topology: algorithm must be 'flat', 'rails', 'leaders' or 'whole', got "
+                f"{self.algorithm!r}"
+            )
+
+    def hosts(self, ranks: int) -> int:
+        """How many hosts a group of so many ranks is on."""
+        return math.ceil(ranks / self.ranks_per_host)
+
+    def times(self, op: str, ranks: int, size: float) -> dict[str, float]:
+        """Seconds of each algorithm.
+
+        Args:
+            op: ``"all_reduce"``, say.
+            ranks: the size of the group.
+            size: the bytes of a rank's larger buffer: of an all_gather what comes out, of an
+                exchange what goes to all ranks together.
+
+        Returns:
+            Seconds by name. On one host there is ``"flat"`` alone.
+
+        Example, 16 MiB on hosts of 8 ranks with 100 Gbit/s each::
+
+            between = Link(latency=20e-6, hop=10e-6, bandwidth=12.5e9)
+            hosts = Topology(8, inside=Link(latency=5e-6, bandwidth=10e9), between=between)
+            hosts.times("all_reduce", 4096, 16 << 20)
+        """
+        hosts, here = self.hosts(ranks), min(ranks, self.ranks_per_host)
+        if hosts == 1:
+            return {"flat": self.inside.seconds(op, ranks, _wire(op, ranks, size))}
+        far, near = self.between, self.inside
+        # Bytes over one host's link.
+        across = size if op in (*_MESSAGES, "broadcast", "reduce") else _wire(op, hosts, size)
+        if op == "all_to_all_single":
+            across *= here
+        flat = across if op == "all_to_all_single" else _wire(op, ranks, size)
+        times = {"flat": far.seconds(op, ranks, flat)}
+        if here == 1 or op in _MESSAGES:
+            return times
+        between = far.seconds(op, hosts, across)
+        inside = near.seconds(op, here, _wire(op, here, size))
+        if op in _BOTH_WAYS:
+            parts = min(max(int(size) // _PART, 1), _PARTS)
+            times["rails"] = max(between, inside) + min(between, inside) / parts
+            times["leaders"] = between + 2 * near.seconds("broadcast", here, size)
+            times["whole"] = inside + far.seconds(op, hosts, across * here)
+        elif op == "all_to_all_single":
+            times["rails"] = max(between, inside)
+        else:
+            times["rails"] = between + inside
+        return times
+
+    def seconds(self, op: str, ranks: int, wire_bytes: float) -> float:
+        """How long a collective takes that has the links for itself, as :meth:`Link.seconds`."""
+        one = _wire(op, ranks, 1.0)
+        times = self.times(op, ranks, wire_bytes / one if one else 0.0)
+        return times.get(self.algorithm or "", min(times.values()))
+
+
+def _wire(op: str, ranks: int, size: float) -> float:
+    """The bytes over one rank's link in one direction."""
+    if ranks == 1 or op == "barrier":
+        return 0.0
+    if op in _BOTH_WAYS:
+        return 2 * (ranks - 1) / ranks * size
+    if op in (*_GATHERS, *_SCATTERS, "all_to_all_single"):
+        return (ranks - 1) / ranks * size
+    return size
