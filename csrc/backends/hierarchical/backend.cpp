@@ -18,7 +18,7 @@
 #include "base/signal_masked_thread.h"
 #include "control/global_ranks.h"
 #include "control/host.h"
-#include "work/future.h"
+#include "work/request_work.h"
 
 namespace c10d_ext {
 
@@ -51,28 +51,6 @@ at::Tensor rows_of(const at::Tensor& t, int64_t rows) {
 }  // namespace
 
 // --- Schedules -----------------------------------------------------------------------------------
-
-// What one collective does, on the group's thread.
-class HierarchicalBackend::ScheduledWork final : public c10d::Work {
- public:
-  using c10d::Work::Work;
-
-  void end(const std::exception_ptr& error) {
-    finish(error);
-    if (error) {
-      future_->setErrorIfNeeded(error);
-    } else {
-      future_->markCompleted(c10::IValue());
-    }
-  }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    return future_;
-  }
-
- private:
-  const c10::intrusive_ptr<c10::ivalue::Future> future_ =
-      c10::make_intrusive<c10::ivalue::Future>(c10::NoneType::get());
-};
 
 // Runs schedules one after the other. Left to itself where one does not end.
 class HierarchicalBackend::Thread {
@@ -160,7 +138,7 @@ HierarchicalBackend::Step HierarchicalBackend::start(const Part& part,
 }
 
 WorkPtr HierarchicalBackend::schedule(c10d::OpType type, std::function<void()> steps) {
-  const auto work = c10::make_intrusive<ScheduledWork>(rank_, type);
+  const auto work = c10::make_intrusive<SignalledWork>(rank_, type, "hierarchical");
   thread_->submit([work, steps = std::move(steps)] {
     std::exception_ptr error;
     try {
@@ -569,7 +547,6 @@ WorkPtr HierarchicalBackend::recv(Tensors& tensors, int src, int tag) {
 
 void bind_hierarchical(pybind11::module_& m) {
   namespace py = pybind11;
-  bind_work<HierarchicalBackend::ScheduledWork>(m, "ScheduledWork");
   py::class_<HierarchicalBackend, c10::intrusive_ptr<HierarchicalBackend>, c10d::Backend>(
       m, "HierarchicalBackend", "Shared memory inside each host, another engine between them.")
       .def(py::init<int, int, const std::string&, std::vector<std::vector<int>>,

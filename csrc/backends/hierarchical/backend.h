@@ -77,8 +77,6 @@ class HierarchicalBackend final : public c10d::Backend {
     return hosts_;
   }
 
-  class ScheduledWork;
-
  private:
   class Thread;
   // A backend of some of the ranks, and this rank's place there.
