@@ -24,8 +24,8 @@ from torch.utils import cpp_extension
 import torch_c10d_ext
 import torch_c10d_ext.distributed as ours
 import torch_c10d_ext.functional as F
+from tests.backends.dist_ops import DIST_OPS, How
 from tests.backends.test_shm import check
-from tests.backends.verbs import VERBS, How
 from tests.contract import Report, verify
 from tests.harness import run
 from tests.native import build
@@ -35,7 +35,7 @@ from torch_c10d_ext.errors import CollectiveMismatch, InvalidArgument
 NAME = "c10d_ext_store_backend"
 TIMEOUT = dt.timedelta(seconds=60)
 CAN = ("allreduce", "all_to_all_single", "send", "recv")
-COLLECTIVES = [verb for verb in VERBS if "isend" not in verb.name]
+COLLECTIVES = [collective for collective in DIST_OPS if "isend" not in collective.name]
 
 
 @pytest.fixture(scope="module")
@@ -103,13 +103,15 @@ def _has_meaning(op: str, dtype: torch.dtype) -> bool:
 def _conforms(path: str, methods: tuple[str, ...]) -> Any:
     n, report = dist.get_world_size(), Report()
     with plugged_in(path, methods):
-        for turn, verb in enumerate(COLLECTIVES):
+        for turn, collective in enumerate(COLLECTIVES):
             for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.complex64, torch.bool):
-                for op in ("sum", "product", "avg", "max", "bxor") if verb.reduces else ("sum",):
+                for op in (
+                    ("sum", "product", "avg", "max", "bxor") if collective.reduces else ("sum",)
+                ):
                     if not _has_meaning(op, dtype):
                         continue
                     how = How(op, None, root=turn % n, async_op=turn % 2 == 0, api=ours)
-                    check(report, f"{verb} {dtype} {op}", verb, (5, 3), dtype, how)
+                    check(report, f"{collective} {dtype} {op}", collective, (5, 3), dtype, how)
         F.wait_tensor(F.barrier(torch.ones(1)))
         report.expect("in flight", torch_c10d_ext.pending_count() != 0)
     return report.result()
