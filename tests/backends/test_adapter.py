@@ -254,6 +254,27 @@ def test_groups_of_a_checked_group_are_checked_and_of_its_backend(plugin: str) -
     run(3, _groups_of_a_checked_group, plugin)
 
 
+def _merges(path: str) -> None:
+    """Groups of some ranks become one of all, of the same backend and with the same checks."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    with plugged_in(path, CAN, "checked"):
+        parts = [dist.new_group(ranks, backend="checked") for ranks in ([0, 2], [1])]
+        store = dist.PrefixStore("merged", c10d._get_default_store())
+        merged = parts[rank % 2].merge_remote_group(store, n, TIMEOUT, "merged", "merged")
+        _is_checked_store(merged, n)
+        # The groups that it was made of go on.
+        x = torch.ones(2)
+        dist.all_reduce(x, group=parts[rank % 2])
+        assert torch.equal(x, torch.full((2,), float(2 - rank % 2)))
+        dist.barrier()
+        merged.shutdown()
+        dist.destroy_process_group(parts[rank % 2])
+
+
+def test_checked_groups_merge_into_a_checked_one(plugin: str) -> None:
+    run(3, _merges, plugin)
+
+
 def _cannot_split(path: str) -> None:
     with plugged_in(path, CAN, "whole") as group:
         backend = group._get_backend(torch.device("cpu"))

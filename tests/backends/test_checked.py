@@ -315,6 +315,12 @@ def _never_is_a_timeout() -> None:
             group.set_timeout(dt.timedelta(seconds=-1))
 
 
+def _merges() -> None:
+    with fallen_back():
+        os.environ["TORCH_C10D_EXT_SHM_DISABLE"] = "1"  # on all ranks: each part falls back
+        shm._merges()
+
+
 def _ends() -> None:
     with fallen_back() as group:
         backend = group._get_backend(CPU)
@@ -327,6 +333,6 @@ def _ends() -> None:
 def test_what_is_its_own(size: int) -> None:
     for fn in (
         *(_says_what_is_wrong, _mixed_lists, _ours, _ours_and_torchs_meet, _keeps_nan, _in_a_block),
-        *(_callbacks_may_wait, _times_out, _never_is_a_timeout, _ends),
+        *(_callbacks_may_wait, _times_out, _never_is_a_timeout, _merges, _ends),
     ):
         run(size, fn, backend="gloo")

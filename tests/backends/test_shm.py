@@ -1000,9 +1000,32 @@ def _shrinks() -> None:
     dist.barrier()
 
 
+def _merges() -> None:
+    """Two groups of some ranks become one of all."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    parts = [dist.new_group(list(range(first, n, 2)), backend="shm") for first in (0, 1)]
+    whole, part = dist.new_group(backend="shm"), parts[rank % 2]
+    name = f"merged {whole.group_name}"
+    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    merged = part.merge_remote_group(store, n, dt.timedelta(seconds=30), name, name)
+    assert type(merged._get_backend(CPU)) is type(whole._get_backend(CPU))
+    x = torch.full((3,), rank + 1.0)
+    merged.allreduce([x]).wait()
+    assert torch.equal(x, torch.full((3,), n * (n + 1) / 2))
+    with pytest.raises(CollectiveMismatch, match=r"broadcast\(\d+ x float32"):
+        merged.broadcast(torch.ones(2 + merged.rank()), 0).wait()
+    # The groups that it was made of go on.
+    dist.all_reduce(x, group=part)
+    assert torch.equal(x, torch.full((3,), part.size() * n * (n + 1) / 2))
+    dist.barrier()
+    merged.shutdown()
+    for group in (part, whole):
+        dist.destroy_process_group(group)
+
+
 @pytest.mark.parametrize("size", (2, 3, 4))
 def test_groups(size: int) -> None:
-    for fn in (_subgroups, _groups_in_any_order, _groups_come_and_go, _splits, _shrinks):
+    for fn in (_subgroups, _groups_in_any_order, _groups_come_and_go, _splits, _shrinks, _merges):
         run(size, fn, backend="shm")
 
 
