@@ -1,5 +1,6 @@
 #include "work/pending_work.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/utils/pybind.h>
@@ -266,7 +267,15 @@ void PendingWork::complete(std::exception_ptr error) {
   }
   finish.swap(finish_);
   if (!error) {
-    error = run_finish(cpu_ ? finish : then(finish, [this] { note_completion(); }));
+    error = run_finish(finish);
+  }
+  if (!error && !cpu_) {
+    try {
+      at::AutoDispatchBelowADInplaceOrView below_autograd;
+      note_completion();
+    } catch (...) {
+      error = std::current_exception();
+    }
   }
   c10::intrusive_ptr<c10d::Work> inner;
   std::vector<at::Tensor> outputs;
