@@ -18,6 +18,7 @@ SCRIPTS = [
     "export_and_run",
     "mesh_groups",
     "optimize_communication",
+    "train_over_two_hosts",
     "uneven_all_to_all",
 ]
 

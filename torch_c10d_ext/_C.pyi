@@ -54,6 +54,7 @@ class ShmWork(dist.Work):
 
 class CoalescedWork(dist.Work):
     def get_future(self) -> Future[list[torch.Tensor]]: ...
+    def _get_sequence_number(self) -> int: ...
 
 def work_of(tensor: torch.Tensor) -> Work | None: ...
 
@@ -163,7 +164,13 @@ class GlobalRanks:
 
 class Rendezvous:
     def __init__(
-        self, store: dist.Store, rank: int, size: int, group_name: str, global_ranks: GlobalRanks
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        group_name: str,
+        global_ranks: GlobalRanks,
+        backend: str = "shm",
     ) -> None: ...
     def look(self) -> None: ...
     def check(self) -> None: ...
@@ -180,6 +187,7 @@ class CheckedBackend(SplittableBackend):
         strict: int,
         name: str = "shm",
         connect: Callable[..., dist.Backend] | None = None,
+        counted_as: str = "",
     ) -> None: ...
     @property
     def inner(self) -> dist.Backend: ...
@@ -197,6 +205,10 @@ class HierarchicalBackend(dist.Backend):
         rail: dist.Backend | None,
         flat: dist.Backend,
     ) -> None: ...
+    @property
+    def title(self) -> str: ...
+    @property
+    def engine(self) -> dist.Backend: ...
     @property
     def hosts(self) -> list[list[int]]: ...
 

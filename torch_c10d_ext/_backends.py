@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent import futures
 from typing import Any
 
 import torch.distributed as dist
@@ -33,8 +32,6 @@ _RETURN = 0.03
 
 # What clocks can count.
 _LONGEST = dt.timedelta(days=365)
-# How often a wait for gloo looks around, in seconds.
-_LOOK = 0.01
 
 # How often this process has made a group of a name, at whose store older ones may have met.
 _meetings: dict[str, int] = {}
@@ -132,44 +129,40 @@ def _connect(
 ) -> Any:
     """A group's backend: shm, or what does the same where not all ranks can share memory.
 
-    Those are over gloo alone, or over shared memory inside each of several hosts and gloo between.
+    Those are over one engine alone, gloo where nothing else is asked for, or over shared memory
+    inside each of several hosts and that engine between them.
     """
     settings = shm_settings()
+    why_not = ""
     if _hosts.NAME in os.environ:
         turn = _meetings[name] = _meetings.get(name, 0) + 1
         backend, session = None, f"named_hosts/{turn}"
     else:
-        backend, session = share_memory(store, rank, size, timeout, name, global_ranks)
+        backend, session, why_not = share_memory(store, rank, size, timeout, name, global_ranks)
     if backend is not None:
         return backend
-    inner = _hosts.connect(
-        store,
-        rank,
-        size,
-        min(timeout, _LONGEST),
+    timeout = min(timeout, _LONGEST)
+    inner, engine = _hosts.connect(
+        store, rank, size, timeout, name, global_ranks, session, settings
+    )
+    if not isinstance(inner, _C.HierarchicalBackend):
+        tell_fallback(name, rank, why_not, engine)
+    return _C.CheckedBackend(
+        inner,
+        dist.PrefixStore(f"{session}/", store),
+        timeout,
         name,
         global_ranks,
-        session,
-        settings,
-        meet_over_gloo,
-    )
-    if inner is None:
-        inner, store = meet_over_gloo(store, session, rank, size, timeout, name, global_ranks)
-    else:
-        store = dist.PrefixStore(f"{session}/", store)
-    timeout = min(timeout, _LONGEST)
-    return _C.CheckedBackend(
-        inner, store, timeout, name, global_ranks, settings["strict"], connect=_connect
+        settings["strict"],
+        connect=_connect,
+        counted_as=inner.title if isinstance(inner, _C.HierarchicalBackend) else engine,
     )
 
 
 def share_memory(
     store: Any, rank: int, size: int, timeout: dt.timedelta, name: str, global_ranks: Any
-) -> tuple[Any, str]:
-    """A group's backend on shared memory, or None on all ranks, and a name of this meeting.
-
-    Rank 0 logs why it is none.
-    """
+) -> tuple[Any, str, str]:
+    """A group's backend on shared memory, or None on all ranks, a name of this meeting, and why."""
     settings = shm_settings()
     if timeout < dt.timedelta():
         # Also what torch makes of timedelta.max, which its microseconds cannot hold.
@@ -181,65 +174,19 @@ def share_memory(
     backend, why_not, session = _C.connect_shm(
         store, rank, size, timeout, name, global_ranks, **settings
     )
-    if backend is None and rank == 0 and why_not not in _told:
+    return backend, session, "" if backend is not None else why_not
+
+
+def tell_fallback(name: str, rank: int, why_not: str, engine: str) -> None:
+    """Rank 0 logs, once, why a group's data does not go by shared memory."""
+    if rank == 0 and why_not and why_not not in _told:
         _told.add(why_not)
         _log.warning(
-            "shm: the ranks of group '%s' cannot share memory, they use gloo (%s)", name, why_not
+            "shm: the ranks of group '%s' cannot share memory, they use %s (%s)",
+            name,
+            engine,
+            why_not,
         )
-    return backend, session
-
-
-def meet_over_gloo(
-    store: Any,
-    session: str,
-    rank: int,
-    size: int,
-    timeout: dt.timedelta,
-    name: str,
-    global_ranks: Any,
-) -> tuple[Any, Any]:
-    """A gloo backend of the group whose ranks cannot share memory, and the store it met at."""
-    timeout = min(timeout, _LONGEST)
-    # Under a key of its own: a group of this name may have left its addresses there.
-    store = dist.PrefixStore(f"{session}/", store)
-    expected = _C.Rendezvous(store, rank, size, name, global_ranks)
-
-    def connect() -> Any:
-        made = dist.ProcessGroupGloo(expected.watched_store("gloo/"), rank, size, timeout=timeout)
-        made._set_sequence_number_for_group()
-        return made
-
-    try:
-        gloo = _away(connect, expected.check, timeout)
-    except RuntimeError as error:
-        expected.look()
-        raise dist.DistBackendError(
-            f"shm: every rank must join the group, got: {error} "
-            f"(rank {rank}/{size}, group '{name}')"
-        ) from error
-    return gloo, store
-
-
-def _away(call: Callable[[], Any], check: Callable[[], None], timeout: dt.timedelta) -> Any:
-    """What ``call`` returns, on a thread that is left to itself where ``check`` raises.
-
-    gloo hears of nothing while it connects, and waits five timeouts for a rank that is gone.
-    """
-    deadline = time.monotonic() + timeout.total_seconds()
-    result: futures.Future[Any] = futures.Future()
-
-    def run() -> None:
-        try:
-            result.set_result(call())
-        except BaseException as error:
-            result.set_exception(error)
-
-    threading.Thread(target=run, name="c10d_ext_gloo", daemon=True).start()
-    while not futures.wait([result], _LOOK).done:
-        check()
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"gloo did not connect within {timeout.total_seconds():g} s")
-    return result.result()
 
 
 def _close() -> None:

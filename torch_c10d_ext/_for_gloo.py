@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from torch_c10d_ext import _C, _backends, _mpi
+from torch_c10d_ext import _C, _backends, _engines, _mpi
 from torch_c10d_ext._groups import Group, device_of, group_name, process_group, unwrapped
 from torch_c10d_ext.errors import InvalidArgument
 from torch_c10d_ext_autoload import SWITCH
@@ -97,10 +97,16 @@ def backend_of(group: Group = None, device: str | torch.device | None = None) ->
             f"{_C.where(name)}"
         )
     backend = unwrapped(pg._get_backend(torch.device(kind)))
-    if not isinstance(backend, _C.CheckedBackend) or isinstance(backend.inner, _C.MpiBackend):
+    if not isinstance(backend, _C.CheckedBackend):
         return backend.name()
     inner = backend.inner
-    return "shm+gloo" if isinstance(inner, _C.HierarchicalBackend) else inner.name()
+    if isinstance(inner, _C.HierarchicalBackend):
+        return str(inner.title)
+    return _engine_name(inner)
+
+
+def _engine_name(backend: Any) -> str:
+    return _mpi.NAME if isinstance(backend, _C.MpiBackend) else backend.name()
 
 
 def make_group(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -247,10 +253,13 @@ def _connect(options: Any, verdict: str) -> Any:
         gloo = c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
         gloo._set_sequence_number_for_group()
         return _named(gloo, options)
-    backend, session = _backends.share_memory(store, rank, size, timeout, name, global_ranks)
+    backend, session, why_not = _backends.share_memory(
+        store, rank, size, timeout, name, global_ranks
+    )
     if backend is not None:
         return backend
-    gloo, _ = _backends.meet_over_gloo(store, session, rank, size, timeout, name, global_ranks)
+    _backends.tell_fallback(name, rank, why_not, "gloo")
+    gloo, _ = _engines.meet_over_gloo(store, session, rank, size, timeout, name, global_ranks)
     return _named(gloo, options)
 
 

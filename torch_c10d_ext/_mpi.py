@@ -168,7 +168,7 @@ def _start(
     return _started
 
 
-def _meet(
+def meet(
     store: Any, rank: int, size: int, timeout: dt.timedelta, name: str, global_ranks: Any
 ) -> None:
     """Initializes MPI on all ranks, once they are there and each has a library that fits.
@@ -178,7 +178,7 @@ def _meet(
     """
     turn = _meetings[name] = _meetings.get(name, 0) + 1
     where = f"(rank {rank}/{size}, group '{name}')"
-    expected = _C.Rendezvous(store, rank, size, name, global_ranks)
+    expected = _C.Rendezvous(store, rank, size, name, global_ranks, NAME)
     watched = expected.watched_store(f"mpi_meeting/{turn}/")
     watched.set(str(rank), json.dumps(_own_record()))
     records = []
@@ -258,12 +258,27 @@ def _connect(
         )
     timeout = min(timeout, _LONGEST)
     strict = _backends.shm_settings()["strict"]
-    largest = _max_message()
-    _meet(store, rank, size, timeout, name, global_ranks)
-    inner = _C.connect_mpi(store, rank, size, timeout, name, global_ranks, largest)
+    _max_message()  # before anybody waits
+    meet(store, rank, size, timeout, name, global_ranks)
+    inner = connect_part(store, rank, size, timeout, name, global_ranks)
     return _C.CheckedBackend(
-        inner, store, timeout, name, global_ranks, strict, NAME, connect=_connect
+        inner,
+        store,
+        timeout,
+        name,
+        global_ranks,
+        strict,
+        NAME,
+        connect=_connect,
+        counted_as=NAME,
     )
+
+
+def connect_part(
+    store: Any, rank: int, size: int, timeout: dt.timedelta, name: str, global_ranks: Any
+) -> Any:
+    """What moves the data of ranks of MPI_COMM_WORLD, which have met. It checks nothing."""
+    return _C.connect_mpi(store, rank, size, timeout, name, global_ranks, _max_message())
 
 
 def _max_message() -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from torch_c10d_ext import _C
+from torch_c10d_ext import _C, _mpi
 
 # A directory: every process that has used the package leaves its numbers there when it ends.
 VARIABLE = "TORCH_C10D_EXT_TALLY"
@@ -32,7 +32,9 @@ def register() -> None:
     """Counts from now on, where the environment asks for it."""
     folder = os.environ.get(VARIABLE)
     if folder:
-        _C.start_tally(dist.Backend.backend_list)
+        # Of groups on several hosts the parts count, too: inside as shm, between as the engine.
+        names = [*dist.Backend.backend_list, _mpi.NAME]
+        _C.start_tally([*names, *(f"shm+{name}" for name in names)])
         atexit.register(_write, Path(folder), os.getpid())
 
 

@@ -270,13 +270,14 @@ bool shapes_agree(uint64_t first, uint64_t second) {
 
 std::string text_of_shapes(uint64_t shapes) {
   std::ostringstream text;
-  if ((shapes & kExact) == 0) {
+  const size_t dimensions = shapes >> kSizeBits & 7;
+  // Nobody has seven of them; another process may say so.
+  if ((shapes & kExact) == 0 || dimensions >= std::size(kBits)) {
     if (shapes != 0) {
       text << "hash " << std::hex << shapes;
     }
     return text.str();
   }
-  const size_t dimensions = shapes >> kSizeBits & 7;
   text << '[';
   for (size_t i = 0; i < dimensions; ++i) {
     const int bits = kBits[dimensions];

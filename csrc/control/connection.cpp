@@ -17,8 +17,11 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <charconv>
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <limits>
 #include <sstream>
 #include <stdexcept>
 #include <system_error>
@@ -38,6 +41,7 @@ constexpr uint32_t kDeathSocket = 3;
 // Of what strangers may say before they are known.
 constexpr size_t kShort = 1024;
 constexpr size_t kMostStrangers = 1024;
+constexpr size_t kMostOfAName = 64;
 // Between two looks into the store.
 constexpr milliseconds kGlance{10};
 // For one address to answer at all.
@@ -47,11 +51,21 @@ constexpr milliseconds kReach{3000};
   throw std::runtime_error(what + ": " + error_text(errno));
 }
 
+// Fit for texts, whoever has said it.
+std::string printable(std::string text) {
+  std::erase_if(text, [](unsigned char c) { return c < 0x20 || c == 0x7f; });
+  return text.substr(0, kMostOfAName);
+}
+
 Member this_member(const std::string& machine) {
-  Member member{this_process(), machine};
+  Member member{this_process(), machine, {}, machine};
   if (!machine.empty()) {
     return member;
   }
+  std::array<char, kMostOfAName + 1> name{};
+  gethostname(name.data(), name.size() - 1);
+  const char* given = std::getenv("TORCH_C10D_EXT_SHM_HOST");
+  member.host = printable(given != nullptr && *given != '\0' ? given : name.data());
   std::ifstream boot("/proc/sys/kernel/random/boot_id");
   std::getline(boot, member.machine);
   std::array<char, 64> space{};
@@ -60,18 +74,31 @@ Member this_member(const std::string& machine) {
   } else {
     member.machine = random_secret();  // like no other
   }
+  space = {};
+  if (readlink("/proc/self/ns/net", space.data(), space.size() - 1) > 0) {
+    member.network = member.machine + " " + space.data();
+  } else {
+    member.network = random_secret();
+  }
   return member;
 }
 
 void put(Payload& words, const Member& member) {
-  words.put(member.peer.pid).put(static_cast<int64_t>(member.peer.start_time)).put(member.machine);
+  words.put(member.peer.pid).put(static_cast<int64_t>(member.peer.start_time));
+  words.put(member.machine).put(member.host).put(member.network);
 }
 
 Member take_member(Payload& words) {
   Member member;
-  member.peer.pid = static_cast<int>(words.number());
+  const int64_t pid = words.number();
+  if (pid < 1 || pid > std::numeric_limits<int>::max()) {
+    throw std::runtime_error("no number of a process");
+  }
+  member.peer.pid = static_cast<int>(pid);
   member.peer.start_time = static_cast<uint64_t>(words.number());
   member.machine = words.text();
+  member.host = printable(words.text());
+  member.network = words.text();
   return member;
 }
 
@@ -144,6 +171,25 @@ void set(const FdOwner& socket, int level, int option, int value) {
   (void)setsockopt(socket.get(), level, option, &value, sizeof(value));
 }
 
+// For how long what is said to another machine may stay without an acknowledgement of its kernel.
+milliseconds link_timeout() {
+  constexpr char kName[] = "TORCH_C10D_EXT_LINK_TIMEOUT_MS";
+  constexpr int64_t kDefault = 1200, kLeast = 500, kMost = 600'000;
+  const char* text = std::getenv(kName);
+  if (text == nullptr || *text == '\0') {
+    return milliseconds(kDefault);
+  }
+  int64_t value = 0;
+  const char* end = text + std::strlen(text);
+  const auto [rest, error] = std::from_chars(text, end, value);
+  if (error != std::errc() || rest != end || value < kLeast || value > kMost) {
+    throw std::runtime_error(std::string(kName) + " must be a whole number from " +
+                             std::to_string(kLeast) + " to " + std::to_string(kMost) + ", got '" +
+                             text + "'");
+  }
+  return milliseconds(value);
+}
+
 // Payload leave at once, and a machine that is gone is noticed in half a minute.
 void tune(const FdOwner& socket) {
   set(socket, IPPROTO_TCP, TCP_NODELAY, 1);
@@ -152,6 +198,15 @@ void tune(const FdOwner& socket) {
   set(socket, IPPROTO_TCP, TCP_KEEPINTVL, 5);
   set(socket, IPPROTO_TCP, TCP_KEEPCNT, 4);
   set(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, 30'000);
+}
+
+// Lines between ranks without a link between them never lose anything. The others are in use all
+// the time, see Heartbeat.
+void tune_line(const Connection& line, const Member& one, const Member& other) {
+  if (line.is_open() && one.network != other.network) {
+    const auto value = static_cast<int>(link_timeout().count());
+    (void)setsockopt(line.fd(), IPPROTO_TCP, TCP_USER_TIMEOUT, &value, sizeof(value));
+  }
 }
 
 struct Listening {
@@ -277,15 +332,17 @@ Connections gather_lines(const KeyValueStore& store, const Place& place, const M
         if (!known || !is_same_secret(hello->words.text(), token)) {
           continue;  // not one of this group
         }
-        const auto rank = static_cast<size_t>(hello->words.number());
-        if (rank == 0 || rank >= size) {
+        const int64_t said = hello->words.number();
+        if (said < 1 || said >= place.size) {
           continue;
         }
+        const auto rank = static_cast<size_t>(said);
         // A rank that tries once more means the later one.
         if (hello->kind == kDeathSocket) {
           star.death_sockets[rank] = line.take_socket();
         } else {
           star.members[rank] = take_member(hello->words);
+          tune_line(line, self, star.members[rank]);
           star.lines[rank] = std::move(line);
         }
       } catch (const std::runtime_error&) {
@@ -377,6 +434,7 @@ Connections join_lines(const KeyValueStore& store, const Place& place, const Mem
         for (int rank = 0; rank < place.size; ++rank) {
           star.members.push_back(take_member(welcome->words));
         }
+        tune_line(star.lines[0], self, star.members[0]);
         return star;
       }
       why = deadline.passed() ? "no welcome " + deadline.within() : "somebody else";
@@ -451,6 +509,7 @@ void Connection::flush() {
       continue;
     }
     if (now < 0 && errno != EAGAIN && errno != EWOULDBLOCK) {
+      error_ = error_ != 0 ? error_ : errno;
       sent = unsent_.size();  // nobody there: listen() tells
     }
     if (now <= 0) {
@@ -482,10 +541,19 @@ bool Connection::listen(size_t limit) {
     if (now == 0) {
       return false;
     }
+    if (errno == EAGAIN || errno == EWOULDBLOCK) {
+      return true;
+    }
     if (errno != EINTR) {
-      return errno == EAGAIN || errno == EWOULDBLOCK;
+      error_ = error_ != 0 ? error_ : errno;
+      return false;
     }
   }
+}
+
+bool Connection::is_unreachable() const {
+  return error_ == ETIMEDOUT || error_ == EHOSTUNREACH || error_ == ENETUNREACH ||
+         error_ == EHOSTDOWN || error_ == ENETDOWN;
 }
 
 std::optional<Frame> Connection::next() {
@@ -505,6 +573,7 @@ std::optional<Frame> Connection::next() {
 Connections connect_to_coordinator(const KeyValueStore& store, const Place& place,
                                    std::chrono::milliseconds timeout, const std::string& machine) {
   const Deadline deadline(timeout, store.interrupt);
+  (void)link_timeout();  // before anybody waits
   const Member self = this_member(machine);
   return place.rank == 0 ? gather_lines(store, place, self, deadline)
                          : join_lines(store, place, self, deadline);

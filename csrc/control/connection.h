@@ -89,6 +89,9 @@ class Connection {
   bool has_unsent() const {
     return !unsent_.empty();
   }
+  // Whether it ended for want of an answer by the other machine, and not because somebody there has
+  // ended it.
+  bool is_unreachable() const;
 
   // Takes in what has come, not much more than a sentence of at most `limit` bytes where there is
   // no end to it. False: there will be no more, or one is too long.
@@ -98,12 +101,15 @@ class Connection {
  private:
   FdOwner socket_;
   std::string unsent_, heard_;
+  int error_ = 0;  // what ended it
 };
 
 // The process of a rank and where it runs.
 struct Member {
   Peer peer;
   std::string machine;  // processes on the same one can see each other
+  std::string host;     // its name, for texts; empty: none is told
+  std::string network;  // between those of one there is no link that could be down
 };
 
 struct Connections {

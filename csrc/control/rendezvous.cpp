@@ -141,9 +141,9 @@ void Rendezvous::look() const {
       names.push_back(c10::str("rank ", rank, " (pid ", pid, ", gone)"));
     }
     throw CollectiveError(ErrorKind::RankLost,
-                          c10::str("shm: every rank must join the group, got: ",
+                          c10::str(backend_, ": every rank must join the group, got: ",
                                    c10::Join(", ", names), ' ', where(place_)),
-                          std::move(ranks), "shm", 0, place_.name());
+                          std::move(ranks), backend_, 0, place_.name());
   }
   // A twentieth of the time goes into this, whatever the number of ranks and groups.
   const auto now = Clock::now();
@@ -179,11 +179,12 @@ void bind_rendezvous(pybind11::module_& m) {
       .def(py::init(&GlobalRanks::of), py::arg("store"), py::arg("global_ranks"));
   py::class_<Rendezvous>(m, "Rendezvous", "The ranks that are to join a group.")
       .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                       const std::string& group_name, const GlobalRanks& global_ranks) {
-             return Rendezvous(Group({}, group_name, rank, size), store, global_ranks);
+                       const std::string& group_name, const GlobalRanks& global_ranks,
+                       const std::string& backend) {
+             return Rendezvous(Group({}, group_name, rank, size), store, global_ranks, backend);
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("group_name"),
-           py::arg("global_ranks"))
+           py::arg("global_ranks"), py::arg("backend") = "shm")
       .def("look", &Rendezvous::look, py::call_guard<py::gil_scoped_release>(),
            "Raises RankLost where one of the ranks is gone.")
       .def("check", &Rendezvous::check, py::call_guard<py::gil_scoped_release>(),

@@ -36,10 +36,13 @@ std::shared_ptr<const KnownGroup> known_group(GlobalRanks global_ranks,
 // are known to be gone when they are.
 class Rendezvous {
  public:
-  Rendezvous(Group place, c10::intrusive_ptr<c10d::Store> store, GlobalRanks global_ranks)
+  // `backend`: whose group it is, for texts.
+  Rendezvous(Group place, c10::intrusive_ptr<c10d::Store> store, GlobalRanks global_ranks,
+             std::string backend = "shm")
       : place_(std::move(place)),
         store_(std::move(store)),
-        global_ranks_(std::move(global_ranks)) {}
+        global_ranks_(std::move(global_ranks)),
+        backend_(std::move(backend)) {}
 
   // Throws where one of them is gone.
   void look() const;
@@ -58,9 +61,9 @@ class Rendezvous {
       return join();
     } catch (const std::runtime_error& error) {
       look();  // who is gone may have led others to leave, of which this one has heard first
-      C10_THROW_ERROR(
-          DistBackendError,
-          c10::str("shm: every rank must join the group, got: ", error.what(), ' ', where(place_)));
+      C10_THROW_ERROR(DistBackendError,
+                      c10::str(backend_, ": every rank must join the group, got: ", error.what(),
+                               ' ', where(place_)));
     }
   }
 
@@ -68,6 +71,7 @@ class Rendezvous {
   const Group place_;
   const c10::intrusive_ptr<c10d::Store> store_;
   const GlobalRanks global_ranks_;
+  const std::string backend_;
   // In a process whose ranks meet at once nobody looks.
   mutable std::chrono::steady_clock::time_point next_look_ =
       std::chrono::steady_clock::now() + std::chrono::milliseconds(5);

@@ -4,6 +4,7 @@
 #include <c10/util/StringUtil.h>
 
 #include <cmath>
+#include <utility>
 
 #include "base/gil.h"
 #include "base/timeouts.h"
@@ -33,8 +34,19 @@ float RequestWork::getDuration() const {
   return milliseconds;
 }
 
+SignalledWork::SignalledWork(int rank, c10d::OpType type, std::string_view op,
+                             std::unique_ptr<ProfilerSpan> span)
+    : RequestWork(rank, type, own_), op_(op), span_(std::move(span)) {
+  if (span_) {
+    span_->begin();
+  }
+}
+
 void SignalledWork::end(std::exception_ptr error) {
   if (own_.claim()) {
+    if (span_) {
+      span_->end();
+    }
     own_.settle(std::move(error), op_);
   }
 }

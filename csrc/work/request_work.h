@@ -6,9 +6,11 @@
 #include <chrono>
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <string>
 #include <string_view>
 
+#include "base/profiler_span.h"
 #include "control/process.h"
 #include "work/work_state.h"
 
@@ -76,8 +78,9 @@ class RequestWork : public c10d::Work {
 // A work that a thread of its backend ends. Those who wait for it sleep, and hear of Ctrl-C.
 class SignalledWork : public RequestWork {
  public:
-  SignalledWork(int rank, c10d::OpType type, std::string_view op)
-      : RequestWork(rank, type, own_), op_(op) {}
+  // `span`: what the profiler is told of it, from now to its end; none where nobody looks.
+  SignalledWork(int rank, c10d::OpType type, std::string_view op,
+                std::unique_ptr<ProfilerSpan> span = nullptr);
 
   // The first end is the one that counts.
   void end(std::exception_ptr error);
@@ -115,6 +118,7 @@ class SignalledWork : public RequestWork {
 
  private:
   const std::string_view op_;  // the names of ops are literals
+  const std::unique_ptr<ProfilerSpan> span_;
   const uint64_t generation_ = fork_generation();
   WorkState own_;
 };

@@ -14,6 +14,12 @@ def test_agreement() -> None:
     assert output.endswith("tests passed\n")
 
 
+def test_what_is_heard_over_lines_is_checked() -> None:
+    output = build.run(build.build("fuzz_lines_test", build.SOURCES))
+    print(output)
+    assert output.endswith("tests passed\n")
+
+
 def test_death_sockets() -> None:
     output = build.run(build.build("death_sockets_test", ["death_sockets", "process"]))
     print(output)

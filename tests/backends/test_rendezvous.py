@@ -22,7 +22,7 @@ from tests.harness import run
 from tests.harness.crew import crew, mark
 from tests.harness.worker import FALLBACK
 from torch_c10d_ext import _C
-from torch_c10d_ext._backends import _away
+from torch_c10d_ext._engines import away
 
 BACKEND = "shm"
 
@@ -206,13 +206,13 @@ def test_connecting_over_gloo_ends_at_its_timeout() -> None:
 
     try:
         with pytest.raises(RuntimeError, match=r"gloo did not connect within 0\.2 s"):
-            _away(lambda: release.wait(60), look, dt.timedelta(seconds=0.2))
+            away(lambda: release.wait(60), look, dt.timedelta(seconds=0.2))
     finally:
         release.set()
     assert looks[0] > 1
     with pytest.raises(TimeoutError, match="of its own"):
-        _away(_raises, look, dt.timedelta(seconds=60))
-    assert _away(lambda: 3, look, dt.timedelta(seconds=60)) == 3
+        away(_raises, look, dt.timedelta(seconds=60))
+    assert away(lambda: 3, look, dt.timedelta(seconds=60)) == 3
 
 
 def _raises() -> None:

@@ -9,9 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -233,94 +230,62 @@ def test_a_rank_that_must_not_share_memory_sends_all_to_gloo(hosts: str) -> None
     run(len(hosts), _one_must_not_share, backend=f"hosts:{hosts}")
 
 
-# --- hosts of their own --------------------------------------------------------------------------
+# --- what carries data between hosts -------------------------------------------------------------
 
-PROGRAM = """
-import datetime as dt, os
-import torch, torch.distributed as dist
-import torch_c10d_ext
-
-def main():
-    dist.init_process_group("shm", timeout=dt.timedelta(seconds=60))
-    n, rank = dist.get_world_size(), dist.get_rank()
-    assert torch_c10d_ext.backend_of() == "shm+gloo", torch_c10d_ext.backend_of()
-    assert dist.group.WORLD._get_backend(torch.device("cpu")).inner.hosts == [[0, 1], [2, 3]]
-    for count in (1, 70_000, 2_000_003):
-        x = torch.full((count,), rank + 1.0)
-        dist.all_reduce(x)
-        assert x[0] == x[-1] == n * (n + 1) / 2
-    there, here = (rank + 1) % n, (rank - 1) % n
-    sent, got = dist.isend(torch.tensor([rank]), there), torch.zeros(1, dtype=torch.int64)
-    dist.recv(got, here)
-    sent.wait()
-    assert got == here
-    pair = [dist.new_group([r, r + 2]) for r in range(2)][rank % 2]
-    assert torch_c10d_ext.backend_of(pair) == "gloo"  # a rank on each host
-    same = [dist.new_group([r, r + 1]) for r in (0, 2)][rank // 2]
-    assert torch_c10d_ext.backend_of(same) == "shm"
-    dist.destroy_process_group()
-
-main()
-"""
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
+ENGINE = "TORCH_C10D_EXT_SHM_BETWEEN_HOSTS"
 
 
 @contextlib.contextmanager
-def _two_namespaces() -> Iterator[list[str]]:
-    """Two network namespaces with a cable between them: hosts, as far as sockets are concerned."""
-    names = [f"c10dext{os.getpid()}{end}" for end in "ab"]
-    ends = [f"c{os.getpid() % 100_000}{end}" for end in "ab"]
+def _asking_for(engine: str) -> Iterator[None]:
+    before = os.environ.get(ENGINE)
+    os.environ[ENGINE] = engine
     try:
-        for name in names:
-            _ip("netns", "add", name)
-    except (OSError, subprocess.CalledProcessError) as error:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-        pytest.skip(f"this machine gives no network namespaces: {error}")
-    try:
-        _ip("link", "add", ends[0], "netns", names[0], "type", "veth", "peer", ends[1])
-        _ip("link", "set", ends[1], "netns", names[1])
-        for i, (name, end) in enumerate(zip(names, ends, strict=True), 1):
-            _ip("-n", name, "address", "add", f"10.213.77.{i}/24", "dev", end)
-            _ip("-n", name, "link", "set", end, "up")
-            _ip("-n", name, "link", "set", "lo", "up")
-        yield names
+        yield
     finally:
-        for name in names:
-            _ip("netns", "del", name)
+        if before is None:
+            del os.environ[ENGINE]
+        else:
+            os.environ[ENGINE] = before
 
 
-def test_ranks_in_two_network_namespaces(tmp_path: Path) -> None:
-    if shutil.which("ip") is None:
-        pytest.skip("no `ip`, which makes network namespaces")
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    with _two_namespaces() as names:
-        processes = []
-        try:
-            for rank in range(4):
-                environment = {
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-                    "OMP_NUM_THREADS": "1",
-                    "MASTER_ADDR": "10.213.77.1",
-                    "MASTER_PORT": "29500",
-                    "WORLD_SIZE": "4",
-                    "RANK": str(rank),
-                    "GLOO_SOCKET_IFNAME": f"c{os.getpid() % 100_000}{'ab'[rank // 2]}",
-                }
-                command = ["ip", "netns", "exec", names[rank // 2], sys.executable, str(program)]
-                with open(tmp_path / f"{rank}.log", "w") as log:
-                    processes.append(
-                        subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-                    )
-            codes = [process.wait(DEADLINE) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait(10)
-        said = "\n".join((tmp_path / f"{rank}.log").read_text() for rank in range(4))
-        assert codes == [0] * 4, said
+def _a_registered_one() -> None:
+    made = []
+
+    def make(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        made.append(size)
+        return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+
+    name = "mine_between_hosts"
+    if name.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(name, make, devices=["cpu"])
+    with _asking_for(name):
+        group = dist.new_group(backend="shm")
+    hosts = group._get_backend(CPU).inner.hosts
+    assert sorted(made) == [len(hosts), dist.get_world_size()]  # a rail, and all
+    x = torch.full((50_000,), float(dist.get_rank()))
+    dist.all_reduce(x, group=group)
+    assert x[0] == x[-1] == sum(range(dist.get_world_size()))
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("hosts", ("abab",))
+def test_a_registered_backend_goes_between_hosts(hosts: str) -> None:
+    run(len(hosts), _a_registered_one, backend=f"hosts:{hosts}")
+
+
+def _unknown_and_mixed() -> None:
+    n, rank = dist.get_world_size(), dist.get_rank()
+    with _asking_for("nothing"), pytest.raises(ValueError) as error:
+        dist.new_group(backend="shm")
+    assert f"{ENGINE}: must be one of " in str(error.value)
+    assert f"got 'nothing' on rank 0 (rank {rank}/{n}, " in str(error.value)
+    with _asking_for("gloo" if rank else "mpi"), pytest.raises(dist.DistBackendError) as mixed:
+        dist.new_group(backend="shm")
+    assert f"{ENGINE} must be the same on all ranks, got 'mpi' on rank 0, 'gloo' on rank 1" in str(
+        mixed.value
+    )
+
+
+@pytest.mark.parametrize("hosts", ("aab",))
+def test_engines_that_are_none_or_differ_are_refused_on_all_ranks(hosts: str) -> None:
+    run(len(hosts), _unknown_and_mixed, backend=f"hosts:{hosts}")

@@ -231,3 +231,46 @@ def test_the_first_difference_is_named_also_to_ranks_that_know_their_plan(backen
         assert "as number 1 of the graph" in text
         assert "reduce_op=max" in text and "reduce_op=min" in text
         assert f"(rank {rank}/2, group '" in text
+
+
+def _alone(agree: str, understood: bool) -> str:
+    """One rank's graph gains by another order, the other rank's does not, or is not understood."""
+    group = str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+    settings = Settings.of(
+        None, None, link=Link(5e-6, 1e9, shared="w"), compute=Compute(1e10, 1e10), agree=agree
+    )
+    x = torch.ones(64, 64)
+    b = Builder()
+    given = b.input("x", 64, 64)
+    results = []
+    for op in ["sum", "max", "min"] if dist.get_rank() == 0 else ["sum"]:
+        m = b.call(aten.mm.default, given, given)
+        y = b.call(torch.ops.c10d_ext.all_reduce.default, m, op, group)
+        results.append(b.call(torch.ops.c10d_ext.wait_tensor.default, y))
+    if dist.get_rank() and not understood:
+        results[-1].meta.clear()
+        results.append(b.graph.call_function(aten.neg.default, (results[-1],)))
+    program, about = optimize_and_report(b.done(*results), settings)
+    assert about.changed == (dist.get_rank() == 0), str(about)
+    with pytest.raises(CollectiveMismatch) as caught:
+        program(x)
+    # Ranks whose graphs all stay as they are find nothing.
+    b = Builder()
+    y = b.call(torch.ops.c10d_ext.all_reduce.default, b.input("x", 64, 64), "sum", group)
+    program, about = optimize_and_report(
+        b.done(b.call(torch.ops.c10d_ext.wait_tensor.default, y)), settings
+    )
+    assert not about.changed
+    for _ in range(2):
+        assert torch.equal(program(x)[0], 2 * x)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("agree", ["every", "first"])
+@pytest.mark.parametrize("understood", [True, False], ids=["read", "unread"])
+def test_a_rank_whose_graph_stays_takes_part(agree: str, understood: bool) -> None:
+    for text in run(2, _alone, agree, understood, backend="gloo"):
+        if understood:
+            assert "as number 1 of the graph" in text and "nothing more" in text
+        else:
+            assert "as number 0 of the graph" in text and "left as it is" in text

@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "backends/checked/coordinator.h"
+#include "backends/checked/heartbeat.h"
 #include "backends/checked/open_calls.h"
 #include "backends/checked/protocol.h"
 #include "backends/checked/roster.h"
@@ -49,6 +50,13 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
         generation_(fork_generation()),
         wake_(Pipe::open()),
         lines_(std::move(star.lines)),
+        heartbeat_([this] {
+          std::vector<bool> is_far(lines_.size());
+          for (size_t i = 0; i < lines_.size(); ++i) {
+            is_far[i] = lines_[i].is_open() && roster_.is_linked(static_cast<int>(i));
+          }
+          return is_far;
+        }()),
         death_sockets_(std::in_place, std::move(star.death_sockets)) {
     if (roster_.place().rank == 0) {
       coordinator_.emplace(
@@ -128,8 +136,10 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
       gone = roster_.has_ended(rank);
     } else {
       const auto end = calls_.end();
-      gone = end && end->kind == Kind::RankLost &&
-             end->why.find(roster_.describe(rank, kGone)) != std::string::npos;
+      const auto names = [&](const char* how) {
+        return end->why.find(roster_.describe(rank, how)) != std::string::npos;
+      };
+      gone = end && end->kind == Kind::RankLost && (names(kGone) || names(kUnreachable));
     }
     return gone ? std::optional(roster_.pid(rank)) : std::nullopt;
   }
@@ -234,6 +244,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
         cut(*line);
       }
       tell_news();
+      beat();
       look_at_the_clock();
       settle();
     }
@@ -242,8 +253,8 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
 
   // Until something is late; -1: nothing can be.
   int milliseconds_left() {
-    const auto next =
-        std::min(coordinator_ ? coordinator_->next_look() : OpenCalls::kNever, calls_.next_late());
+    const auto next = std::min({coordinator_ ? coordinator_->next_look() : OpenCalls::kNever,
+                                calls_.next_late(), heartbeat_.next()});
     if (next == OpenCalls::kNever) {
       return -1;
     }
@@ -257,6 +268,10 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     const bool stays = lines_[line].listen(kLongest);
     try {
       while (auto sentence = lines_[line].next()) {
+        heartbeat_.heard(line);
+        if (sentence->kind == kBeat) {
+          continue;
+        }
         coordinator_ ? coordinator_->hear(rank, sentence->kind, sentence->words)
                      : obey(sentence->kind, sentence->words);
       }
@@ -266,6 +281,14 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     }
     if (!stays) {
       lose(line);
+    }
+  }
+
+  void beat() {
+    for (const size_t line : heartbeat_.take_due(Clock::now())) {
+      if (lines_[line].is_open()) {
+        lines_[line].say(kBeat, {});
+      }
     }
   }
 
@@ -280,12 +303,29 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   }
 
   void lose(size_t line) {
+    const bool is_unreachable = lines_[line].is_unreachable();
+    const std::string how = is_unreachable ? kUnreachable : kGone;
     lines_[line].close();
-    if (coordinator_) {
-      coordinator_->lose(static_cast<int>(line));
-    } else if (!root_left_) {
-      calls_.finish({Kind::RankLost, {0}, roster_.describe(0, kGone), kGrace});
+    if (!coordinator_) {
+      if (!root_left_) {
+        calls_.finish({Kind::RankLost,
+                       {0},
+                       roster_.describe(0, how),
+                       is_unreachable ? Milliseconds(0) : kGrace});
+      }
+      return;
     }
+    std::vector<int> ranks{static_cast<int>(line)};
+    const auto now = Clock::now();
+    for (size_t other = 0; is_unreachable && other < lines_.size(); ++other) {
+      // With a machine all of its ranks are.
+      if (lines_[other].is_open() && heartbeat_.is_quiet(other, now) &&
+          roster_.are_on_one_machine(static_cast<int>(other), static_cast<int>(line))) {
+        lines_[other].close();
+        ranks.push_back(static_cast<int>(other));
+      }
+    }
+    coordinator_->lose(ranks, how);
   }
 
   // What other threads of this rank have left to be said.
@@ -413,12 +453,20 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
       }
       case kGranted: {
         const auto number = static_cast<uint64_t>(words.number());
-        calls_.grant(number, static_cast<uint64_t>(words.number()));
+        const auto peer = words.number();
+        if (peer < 0 || peer >= roster_.place().size) {
+          throw std::runtime_error("a message to or from nobody");
+        }
+        calls_.grant(number, static_cast<uint64_t>(peer));
         break;
       }
       case kDenied: {
         const auto number = static_cast<uint64_t>(words.number());
-        const auto kind = static_cast<Kind>(words.number());
+        const auto said = words.number();
+        if (said < 0 || said > static_cast<int64_t>(Kind::Closed)) {
+          throw std::runtime_error("an error of an unknown kind");
+        }
+        const auto kind = static_cast<Kind>(said);
         const auto text = words.text();
         calls_.deny_message(number, kind, {text, words.numbers<int>()});
         break;
@@ -435,6 +483,9 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
         break;
       case kOver:
         calls_.finish(take_end(words));
+        break;
+      case kDoomed:
+        calls_.doom(static_cast<uint64_t>(words.number()));
         break;
       case kLeaving:
         // Nothing else will be agreed.
@@ -455,6 +506,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
 
   // The thread's own from here on.
   std::vector<Connection> lines_;
+  Heartbeat heartbeat_;
   bool root_left_ = false;
   std::optional<Coordinator> coordinator_;  // rank 0's
   std::optional<DeathSockets> death_sockets_;

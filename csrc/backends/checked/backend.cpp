@@ -74,7 +74,8 @@ bool is_quick(const HeldRequest& request) {
 
 CheckedBackend::CheckedBackend(c10::intrusive_ptr<c10d::Backend> inner,
                                c10::intrusive_ptr<c10d::Store> store, const Options& options,
-                               GlobalRanks global_ranks, int strict, Connect connect)
+                               GlobalRanks global_ranks, int strict, Connect connect,
+                               const std::string& counted_as)
     : RequestBackend(inner->getRank(), inner->getSize(), options, std::move(store),
                      std::move(global_ranks), group_),
       strict_(strict),
@@ -93,10 +94,11 @@ CheckedBackend::CheckedBackend(c10::intrusive_ptr<c10d::Backend> inner,
         can.has_blocking_messages = false;
         return can;
       }()),
-      inner_info_{inner_->getBackendName(), inner_can_.futures == Capabilities::Futures::Always},
+      inner_info_{counted_as.empty() ? inner_->getBackendName() : counted_as,
+                  inner_can_.futures == Capabilities::Futures::Always},
       group_({}, options.group_name, rank_, size_),
       agreement_([&] {
-        const Rendezvous expected(group_, store_, global_ranks_);
+        const Rendezvous expected(group_, store_, global_ranks_, options.backend);
         return expected.joined([&] {
           return Agreement::join(expected.part_of_store("agreement"),
                                  {rank_, size_, options.group_name}, options.timeout);
@@ -412,18 +414,19 @@ void bind_checked(pybind11::module_& m) {
       .def(py::init([](c10::intrusive_ptr<c10d::Backend> inner,
                        c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds timeout,
                        const std::string& group_name, const GlobalRanks& global_ranks, int strict,
-                       const std::string& name, const py::object& connect) {
+                       const std::string& name, const py::object& connect,
+                       const std::string& counted_as) {
              c10d::Backend::Options options(name, timeout);
              options.group_name = group_name;
              auto connect_part = connect_by(connect);
              const py::gil_scoped_release waits;
              return c10::make_intrusive<CheckedBackend>(std::move(inner), std::move(store), options,
                                                         global_ranks, strict,
-                                                        std::move(connect_part));
+                                                        std::move(connect_part), counted_as);
            }),
            py::arg("inner"), py::arg("store"), py::arg("timeout"), py::arg("group_name"),
            py::arg("global_ranks"), py::arg("strict"), py::arg("name") = "shm",
-           py::arg("connect") = py::none())
+           py::arg("connect") = py::none(), py::arg("counted_as") = "")
       .def_property_readonly("inner", &CheckedBackend::inner_backend,
                              "The backend that does the work.");
   m.def("close_checked_groups", &CheckedBackend::close_all, py::arg("grace"),

@@ -47,10 +47,11 @@ class CheckedBackend final : public RequestBackend {
   // Collective: meets the other ranks.
   // `strict`: 1: shapes must agree, and not only sizes; 2: and the lines that call. `connect`:
   // makes the backends of groups that are split off, merged or shrunk; none: what the inner backend
-  // makes of itself is checked, too.
+  // makes of itself is checked, too. `counted_as`: the inner backend's name in profilers, as far as
+  // it is another one.
   CheckedBackend(c10::intrusive_ptr<c10d::Backend> inner, c10::intrusive_ptr<c10d::Store> store,
-                 const Options& options, GlobalRanks global_ranks, int strict,
-                 Connect connect = {});
+                 const Options& options, GlobalRanks global_ranks, int strict, Connect connect = {},
+                 const std::string& counted_as = {});
   ~CheckedBackend() override;
 
   void post(const Group& group, const CollectiveRequest& request) override;

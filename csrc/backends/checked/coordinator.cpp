@@ -28,6 +28,13 @@ void Coordinator::hear(int rank, uint32_t kind, Payload& words) {
   switch (kind) {
     case kCalling: {
       auto called = take_fingerprint(words);
+      const auto is_of_all = [&](const auto& parts) {
+        return parts.empty() || parts.size() == calls_.size();
+      };
+      if (!is_of_all(called.sends) || !is_of_all(called.expects) ||
+          called.root >= roster_.place().size) {
+        throw std::runtime_error("a call of another group");
+      }
       if (static_cast<uint64_t>(words.number()) != agreed_ + calls_[r].size() + 1) {
         throw std::runtime_error("a call is missing");
       }
@@ -55,6 +62,11 @@ void Coordinator::hear(int rank, uint32_t kind, Payload& words) {
     case kBroken: {
       const auto seq = static_cast<uint64_t>(words.number());
       const auto why = words.text();
+      if (has_ended_) {
+        // Somebody's part is missing: the others need not wait for it.
+        tell_all(kDoomed, Payload().put(static_cast<int64_t>(seq)));
+        break;
+      }
       ask({seq, kBroken, why}, suspects(seq));
       break;
     }
@@ -119,10 +131,16 @@ void Coordinator::look(Clock::time_point now) {
   }
 }
 
-void Coordinator::lose(int rank) {
-  auto& left = left_[static_cast<size_t>(rank)];
-  if (left.empty()) {
-    left = kGone;
+void Coordinator::lose(const std::vector<int>& ranks, const std::string& how) {
+  bool any = false;
+  for (const int rank : ranks) {
+    auto& left = left_[static_cast<size_t>(rank)];
+    if (left.empty()) {
+      left = how;
+      any = true;
+    }
+  }
+  if (any) {
     end_for_all(lost());
   }
 }
@@ -328,7 +346,10 @@ End Coordinator::lost() const {
   for (size_t rank = 0; rank < left_.size(); ++rank) {
     if (!left_[rank].empty()) {
       gone.push_back(static_cast<int>(rank));
-      grace = left_[rank] == kGone ? kGrace : grace;
+      // What would come over a link that is down the kernel has waited for.
+      grace = left_[rank] == kUnreachable ? std::chrono::milliseconds(0)
+              : left_[rank] == kGone      ? kGrace
+                                          : grace;
     }
   }
   return {Kind::RankLost, gone,

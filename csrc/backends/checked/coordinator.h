@@ -27,8 +27,8 @@ class Coordinator {
 
   // What a rank says. Throws std::runtime_error where that makes no sense.
   void hear(int rank, uint32_t kind, Payload& words);
-  // A rank is gone.
-  void lose(int rank);
+  // Ranks are no more there; `how`: kGone or kUnreachable.
+  void lose(const std::vector<int>& ranks, const std::string& how);
   // When there is something to look() at.
   Clock::time_point next_look() const;
   void look(Clock::time_point now);

@@ -170,7 +170,7 @@ bool OpenCalls::break_off(uint64_t seq) {
   }
   found->second.asked = true;
   found->second.late = end_ ? Clock::now() : after(verdict_);
-  return !end_;
+  return true;
 }
 
 OpenCalls::Late OpenCalls::take_late(Clock::time_point now,
@@ -270,6 +270,14 @@ void OpenCalls::finish(End end) {
     call.late = call.asked ? Clock::now() : end.grace == kUnlimited ? kNever : after(end.grace);
   }
   end_ = std::move(end);
+}
+
+void OpenCalls::doom(uint64_t seq) {
+  const std::lock_guard lock(mutex_);
+  const auto found = running_.find(seq);
+  if (found != running_.end() && end_) {
+    found->second.late = Clock::now();
+  }
 }
 
 std::pair<std::vector<OpenCalls::Begin>, std::vector<OpenCalls::Failed>> OpenCalls::take_settled() {

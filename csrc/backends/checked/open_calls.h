@@ -105,6 +105,8 @@ class OpenCalls {
   void deny_message(uint64_t number, ErrorKind kind, const Difference& why);
   // The group is of no more use. The first reason stays.
   void finish(End end);
+  // Collective `seq` has broken off at some rank, and the group is of no more use.
+  void doom(uint64_t seq);
 
   // Messages to begin, and what has failed.
   std::pair<std::vector<Begin>, std::vector<Failed>> take_settled();

@@ -1,6 +1,28 @@
 #include "backends/checked/protocol.h"
 
+#include <stdexcept>
+
 namespace c10d_ext {
+
+namespace {
+
+// Another process has said it.
+int64_t within(int64_t number, int64_t least, int64_t most) {
+  if (number < least || number > most) {
+    throw std::runtime_error("a number that means nothing");
+  }
+  return number;
+}
+
+template <class Enum>
+Enum take(Payload& words, Enum last) {
+  return static_cast<Enum>(within(words.number(), 0, static_cast<int64_t>(last)));
+}
+
+constexpr int64_t kMostRanks = 1 << 24;
+constexpr int64_t kMostGrace = 3'600'000;
+
+}  // namespace
 
 Payload encoded(const Fingerprint& called) {
   Payload words;
@@ -14,11 +36,11 @@ Payload encoded(const Fingerprint& called) {
 
 Fingerprint take_fingerprint(Payload& words) {
   Fingerprint called;
-  called.op_type = static_cast<OpType>(words.number());
+  called.op_type = take(words, OpType::SparseAllReduce);
   called.unit = words.text();
   called.details = words.text();
-  called.reduce_op = static_cast<ReduceOp>(words.number());
-  called.root = static_cast<int>(words.number());
+  called.reduce_op = take(words, ReduceOp::None);
+  called.root = static_cast<int>(within(words.number(), -1, kMostRanks));
   called.count = words.number();
   called.is_uneven = words.number() != 0;
   called.shapes = static_cast<uint64_t>(words.number());
@@ -40,10 +62,10 @@ Payload encoded(const Posted& posted) {
 Posted take_posted(Payload& words) {
   Posted posted;
   posted.sends = words.number() != 0;
-  posted.peer = static_cast<int>(words.number());
+  posted.peer = static_cast<int>(within(words.number(), -1, kMostRanks));
   posted.tag = words.number();
   posted.bytes = static_cast<uint64_t>(words.number());
-  posted.dtype = static_cast<DType>(words.number());
+  posted.dtype = take(words, DType::Bytes);
   return posted;
 }
 
@@ -57,10 +79,10 @@ Payload encoded(const End& end) {
 
 End take_end(Payload& words) {
   End end;
-  end.kind = static_cast<ErrorKind>(words.number());
+  end.kind = take(words, ErrorKind::Closed);
   end.ranks = words.numbers<int>();
   end.why = words.text();
-  end.grace = std::chrono::milliseconds(words.number());
+  end.grace = std::chrono::milliseconds(within(words.number(), -1, kMostGrace));
   return end;
 }
 

@@ -15,7 +15,9 @@
 //                                      <- Ping: are you there?
 //   Pong                               ->
 //                                      <- Over: the group is of no more use, and why
+//                                      <- Doomed: has broken off somewhere after the end
 //   Leaving, Aborting                  ->
+//   Beat: nothing, between hosts       <->
 
 #include <chrono>
 #include <cstdint>
@@ -46,7 +48,9 @@ enum Says : uint32_t {
   kPong,
   kOver,
   kLeaving,
-  kAborting
+  kAborting,
+  kDoomed,
+  kBeat
 };
 
 // Why a group is of no more use.

@@ -2,8 +2,19 @@
 
 namespace c10d_ext {
 
+Roster::Roster(Place place, std::vector<Member> members)
+    : place_(std::move(place)), members_(std::move(members)) {
+  for (const auto& one : members_) {
+    has_hosts_ = has_hosts_ || one.host != members_[0].host;
+  }
+}
+
 bool Roster::is_near(int rank) const {
   return member(rank).machine == member(place_.rank).machine;
+}
+
+bool Roster::is_linked(int rank) const {
+  return member(rank).network != member(place_.rank).network;
 }
 
 std::string Roster::process_state(int rank) const {
@@ -15,7 +26,9 @@ bool Roster::has_ended(int rank) const {
 }
 
 std::string Roster::describe(int rank, const std::string& state) const {
-  return "rank " + std::to_string(rank) + " (pid " + std::to_string(pid(rank)) + ", " + state + ")";
+  const auto& host = member(rank).host;
+  return "rank " + std::to_string(rank) + " (pid " + std::to_string(pid(rank)) +
+         (has_hosts_ ? " on " + host : "") + ", " + state + ")";
 }
 
 std::string Roster::describe(const std::vector<int>& ranks,

@@ -15,8 +15,7 @@ namespace c10d_ext {
 
 class Roster {
  public:
-  Roster(Place place, std::vector<Member> members)
-      : place_(std::move(place)), members_(std::move(members)) {}
+  Roster(Place place, std::vector<Member> members);
 
   const Place& place() const {
     return place_;
@@ -26,10 +25,16 @@ class Roster {
   // Of its process, where it is near.
   std::string process_state(int rank) const;
   bool has_ended(int rank) const;
+  // Whether there is a link between it and this one.
+  bool is_linked(int rank) const;
+  bool are_on_one_machine(int one, int other) const {
+    return member(one).machine == member(other).machine &&
+           member(one).network == member(other).network;
+  }
   int pid(int rank) const {
     return member(rank).peer.pid;
   }
-  // "rank 1 (pid 1234, gone)"
+  // "rank 1 (pid 1234, gone)", or "rank 1 (pid 1234 on node7, gone)" where hosts are several
   std::string describe(int rank, const std::string& state) const;
   std::string describe(const std::vector<int>& ranks,
                        const std::function<std::string(int)>& state) const;
@@ -41,11 +46,13 @@ class Roster {
 
   const Place place_;
   const std::vector<Member> members_;
+  bool has_hosts_ = false;
 };
 
 // How a rank is no more there, as far as the others know.
 constexpr char kLeft[] = "left the group";
 constexpr char kGone[] = "gone";
+constexpr char kUnreachable[] = "unreachable";
 
 std::string text_of_message(int64_t tag);
 // `what` needs ranks that are no more there, whom `who` describes.

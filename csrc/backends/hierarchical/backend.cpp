@@ -15,10 +15,12 @@
 #include "backends/adapter/capabilities.h"
 #include "backends/adapter/lowering.h"
 #include "base/memory.h"
+#include "base/profiler_span.h"
 #include "base/signal_masked_thread.h"
 #include "control/global_ranks.h"
 #include "control/host.h"
 #include "work/request_work.h"
+#include "work/span_name.h"
 
 namespace c10d_ext {
 
@@ -38,6 +40,11 @@ constexpr int64_t kParts = 8;
 // Its numbers are torch's: process_group/argument_checks.cpp asserts it.
 Reduction reduction_of(const c10d::ReduceOp& op) {
   return {static_cast<ReduceOp>(op.op_), std::nullopt};
+}
+
+// As backend_of() calls it.
+std::string title_of(const std::string& engine) {
+  return "shm+" + (engine == "libmpi" ? "mpi" : engine);
 }
 
 at::Tensor flat(const at::Tensor& t) {
@@ -137,8 +144,14 @@ HierarchicalBackend::Step HierarchicalBackend::start(const Part& part,
       lowering::start(Adapter(request.op, place, part.backend, part.can, std::nullopt), held));
 }
 
-WorkPtr HierarchicalBackend::schedule(c10d::OpType type, std::function<void()> steps) {
-  const auto work = c10::make_intrusive<SignalledWork>(rank_, type, "hierarchical");
+WorkPtr HierarchicalBackend::schedule(c10d::OpType type, const at::Tensor& input,
+                                      std::function<void()> steps) {
+  auto span = ProfilerSpan::open(title_, span_name(type));
+  if (span && input.defined()) {
+    span->add_input(input);
+  }
+  const auto work =
+      c10::make_intrusive<SignalledWork>(rank_, type, span_name(type), std::move(span));
   thread_->submit([work, steps = std::move(steps)] {
     std::exception_ptr error;
     try {
@@ -166,6 +179,7 @@ HierarchicalBackend::HierarchicalBackend(int rank, int size, const std::string& 
       local_(std::move(local)),
       rail_(std::move(rail)),
       flat_(std::move(flat)),
+      title_(title_of(flat_.backend->getBackendName())),
       thread_(Thread::start()) {
   for (size_t host = 0; host < hosts_.size(); ++host) {
     is_even_ = is_even_ && hosts_[host].size() == hosts_[0].size();
@@ -304,7 +318,7 @@ WorkPtr HierarchicalBackend::allreduce(Tensors& tensors, const c10d::AllreduceOp
   if (tensors[0].is_sparse()) {
     return flat_.backend->allreduce(tensors, opts);
   }
-  return schedule(c10d::OpType::ALLREDUCE,
+  return schedule(c10d::OpType::ALLREDUCE, tensors[0],
                   [this, t = flat(tensors[0]), reduction = reduction_of(opts.reduceOp)] {
                     constexpr string_view op = "all_reduce";
                     if (!is_even_) {
@@ -322,8 +336,9 @@ WorkPtr HierarchicalBackend::allreduce(Tensors& tensors, const c10d::AllreduceOp
 
 WorkPtr HierarchicalBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
   return schedule(
-      c10d::OpType::REDUCE, [this, t = flat(tensors[0]), reduction = reduction_of(opts.reduceOp),
-                             root = static_cast<int>(opts.rootRank)] {
+      c10d::OpType::REDUCE, tensors[0],
+      [this, t = flat(tensors[0]), reduction = reduction_of(opts.reduceOp),
+       root = static_cast<int>(opts.rootRank)] {
         constexpr string_view op = "reduce";
         const int place = place_of_[static_cast<size_t>(root)];
         const bool is_here = host_of(root) == host_;
@@ -342,7 +357,7 @@ WorkPtr HierarchicalBackend::reduce(Tensors& tensors, const c10d::ReduceOptions&
 }
 
 WorkPtr HierarchicalBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
-  return schedule(c10d::OpType::BROADCAST,
+  return schedule(c10d::OpType::BROADCAST, tensors[0],
                   [this, t = flat(tensors[0]), root = static_cast<int>(opts.rootRank)] {
                     constexpr string_view op = "broadcast";
                     const int place = place_of_[static_cast<size_t>(root)];
@@ -362,7 +377,7 @@ WorkPtr HierarchicalBackend::broadcast(Tensors& tensors, const c10d::BroadcastOp
 
 WorkPtr HierarchicalBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                              const c10d::AllgatherOptions& /*opts*/) {
-  return schedule(c10d::OpType::_ALLGATHER_BASE, [this, in = flat(input), out = output] {
+  return schedule(c10d::OpType::_ALLGATHER_BASE, input, [this, in = flat(input), out = output] {
     constexpr string_view op = "all_gather";
     const int64_t hosts = static_cast<int64_t>(hosts_.size());
     const at::Tensor all = at::empty({size_, in.numel()}, in.options());
@@ -398,41 +413,42 @@ WorkPtr HierarchicalBackend::_allgather_base(at::Tensor& output, at::Tensor& inp
 
 WorkPtr HierarchicalBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                   const c10d::ReduceScatterOptions& opts) {
-  return schedule(c10d::OpType::_REDUCE_SCATTER_BASE, [this, in = input, out = flat(output),
-                                                       reduction = reduction_of(opts.reduceOp)] {
-    constexpr string_view op = "reduce_scatter";
-    const int64_t hosts = static_cast<int64_t>(hosts_.size());
-    const at::Tensor sorted = at::empty({size_, out.numel()}, in.options());
-    if (is_even_) {
-      // What is for the ranks of this place, then what is for this rank.
-      gather_rows(sorted, rows_of(in, size_), order_by_place());
-      at::Tensor column = sorted;
-      if (local_.is_there()) {
-        column = at::empty({hosts, out.numel()}, in.options());
-        start(local_, CollectiveRequest::reduce_scatter(op, sorted, column, reduction)).wait();
-      }
-      start(rail_, CollectiveRequest::reduce_scatter(op, column, out, reduction)).wait();
-      return;
-    }
-    gather_rows(sorted, rows_of(in, size_), order_by_host());
-    if (local_.is_there()) {
-      start(local_, CollectiveRequest::reduce(op, sorted, sorted, reduction, 0)).wait();
-    }
-    const at::Tensor own = at::empty({ranks_here(), out.numel()}, in.options());
-    if (is_leader()) {
-      Sizes rows;
-      for (const auto& ranks : hosts_) {
-        rows.push_back(static_cast<int64_t>(ranks.size()));
-      }
-      start(rail_, CollectiveRequest::reduce_scatter_uneven(op, sorted, own, reduction, rows))
-          .wait();
-    }
-    if (local_.is_there()) {
-      start(local_, CollectiveRequest::scatter(op, own, out, 0)).wait();
-    } else {
-      out.copy_(own.select(0, 0));
-    }
-  });
+  return schedule(
+      c10d::OpType::_REDUCE_SCATTER_BASE, input,
+      [this, in = input, out = flat(output), reduction = reduction_of(opts.reduceOp)] {
+        constexpr string_view op = "reduce_scatter";
+        const int64_t hosts = static_cast<int64_t>(hosts_.size());
+        const at::Tensor sorted = at::empty({size_, out.numel()}, in.options());
+        if (is_even_) {
+          // What is for the ranks of this place, then what is for this rank.
+          gather_rows(sorted, rows_of(in, size_), order_by_place());
+          at::Tensor column = sorted;
+          if (local_.is_there()) {
+            column = at::empty({hosts, out.numel()}, in.options());
+            start(local_, CollectiveRequest::reduce_scatter(op, sorted, column, reduction)).wait();
+          }
+          start(rail_, CollectiveRequest::reduce_scatter(op, column, out, reduction)).wait();
+          return;
+        }
+        gather_rows(sorted, rows_of(in, size_), order_by_host());
+        if (local_.is_there()) {
+          start(local_, CollectiveRequest::reduce(op, sorted, sorted, reduction, 0)).wait();
+        }
+        const at::Tensor own = at::empty({ranks_here(), out.numel()}, in.options());
+        if (is_leader()) {
+          Sizes rows;
+          for (const auto& ranks : hosts_) {
+            rows.push_back(static_cast<int64_t>(ranks.size()));
+          }
+          start(rail_, CollectiveRequest::reduce_scatter_uneven(op, sorted, own, reduction, rows))
+              .wait();
+        }
+        if (local_.is_there()) {
+          start(local_, CollectiveRequest::scatter(op, own, out, 0)).wait();
+        } else {
+          out.copy_(own.select(0, 0));
+        }
+      });
 }
 
 WorkPtr HierarchicalBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
@@ -452,70 +468,71 @@ WorkPtr HierarchicalBackend::alltoall_base(at::Tensor& output, at::Tensor& input
     }
     return elements;
   };
-  return schedule(c10d::OpType::ALLTOALL_BASE, [this, in = flat(input), out = flat(output),
-                                                sent = elements_of(input, input_splits),
-                                                received = elements_of(output, output_splits)] {
-    constexpr string_view op = "all_to_all";
-    // What stays here goes by shared memory, and the rest by the engine between hosts.
-    struct Side {
-      Sizes here, there;
-      at::Tensor near, far;
-      std::vector<std::pair<at::Tensor, at::Tensor>> pieces;  // of the whole, of near or far
-    };
-    const auto& ranks = hosts_[static_cast<size_t>(host_)];
-    const auto part = [&](const at::Tensor& whole, const Sizes& sizes) {
-      Side side;
-      side.there = sizes;
-      Sizes offsets(sizes.size(), 0);
-      for (size_t i = 1; i < sizes.size(); ++i) {
-        offsets[i] = offsets[i - 1] + sizes[i - 1];
-      }
-      int64_t near = 0;
-      for (const int rank : ranks) {
-        const auto i = static_cast<size_t>(rank);
-        side.here.push_back(sizes[i]);
-        side.there[i] = 0;
-        near += sizes[i];
-      }
-      side.near = at::empty({near}, whole.options());
-      side.far = at::empty({whole.numel() - near}, whole.options());
-      int64_t at_near = 0, at_far = 0;
-      for (const int rank : ranks) {
-        const auto i = static_cast<size_t>(rank);
-        side.pieces.emplace_back(whole.narrow(0, offsets[i], sizes[i]),
-                                 side.near.narrow(0, at_near, sizes[i]));
-        at_near += sizes[i];
-      }
-      for (size_t i = 0; i < sizes.size(); ++i) {
-        if (side.there[i] != 0) {
-          side.pieces.emplace_back(whole.narrow(0, offsets[i], sizes[i]),
-                                   side.far.narrow(0, at_far, sizes[i]));
-          at_far += sizes[i];
+  return schedule(
+      c10d::OpType::ALLTOALL_BASE, input,
+      [this, in = flat(input), out = flat(output), sent = elements_of(input, input_splits),
+       received = elements_of(output, output_splits)] {
+        constexpr string_view op = "all_to_all";
+        // What stays here goes by shared memory, and the rest by the engine between hosts.
+        struct Side {
+          Sizes here, there;
+          at::Tensor near, far;
+          std::vector<std::pair<at::Tensor, at::Tensor>> pieces;  // of the whole, of near or far
+        };
+        const auto& ranks = hosts_[static_cast<size_t>(host_)];
+        const auto part = [&](const at::Tensor& whole, const Sizes& sizes) {
+          Side side;
+          side.there = sizes;
+          Sizes offsets(sizes.size(), 0);
+          for (size_t i = 1; i < sizes.size(); ++i) {
+            offsets[i] = offsets[i - 1] + sizes[i - 1];
+          }
+          int64_t near = 0;
+          for (const int rank : ranks) {
+            const auto i = static_cast<size_t>(rank);
+            side.here.push_back(sizes[i]);
+            side.there[i] = 0;
+            near += sizes[i];
+          }
+          side.near = at::empty({near}, whole.options());
+          side.far = at::empty({whole.numel() - near}, whole.options());
+          int64_t at_near = 0, at_far = 0;
+          for (const int rank : ranks) {
+            const auto i = static_cast<size_t>(rank);
+            side.pieces.emplace_back(whole.narrow(0, offsets[i], sizes[i]),
+                                     side.near.narrow(0, at_near, sizes[i]));
+            at_near += sizes[i];
+          }
+          for (size_t i = 0; i < sizes.size(); ++i) {
+            if (side.there[i] != 0) {
+              side.pieces.emplace_back(whole.narrow(0, offsets[i], sizes[i]),
+                                       side.far.narrow(0, at_far, sizes[i]));
+              at_far += sizes[i];
+            }
+          }
+          return side;
+        };
+        const Side from = part(in, sent), to = part(out, received);
+        for (const auto& [whole, piece] : from.pieces) {
+          piece.copy_(whole);
         }
-      }
-      return side;
-    };
-    const Side from = part(in, sent), to = part(out, received);
-    for (const auto& [whole, piece] : from.pieces) {
-      piece.copy_(whole);
-    }
-    Step far =
-        start(flat_, CollectiveRequest::all_to_all(op, from.far, to.far, to.there, from.there));
-    if (local_.is_there()) {
-      start(local_, CollectiveRequest::all_to_all(op, from.near, to.near, to.here, from.here))
-          .wait();
-    } else {
-      to.near.copy_(from.near);
-    }
-    far.wait();
-    for (const auto& [whole, piece] : to.pieces) {
-      whole.copy_(piece);
-    }
-  });
+        Step far =
+            start(flat_, CollectiveRequest::all_to_all(op, from.far, to.far, to.there, from.there));
+        if (local_.is_there()) {
+          start(local_, CollectiveRequest::all_to_all(op, from.near, to.near, to.here, from.here))
+              .wait();
+        } else {
+          to.near.copy_(from.near);
+        }
+        far.wait();
+        for (const auto& [whole, piece] : to.pieces) {
+          whole.copy_(piece);
+        }
+      });
 }
 
 WorkPtr HierarchicalBackend::barrier(const c10d::BarrierOptions& /*opts*/) {
-  return schedule(c10d::OpType::BARRIER, [this] {
+  return schedule(c10d::OpType::BARRIER, {}, [this] {
     constexpr string_view op = "barrier";
     const at::Tensor nothing = at::empty({0}, at::kByte);
     const auto request = CollectiveRequest::barrier(op, nothing, nothing);
@@ -555,7 +572,11 @@ void bind_hierarchical(pybind11::module_& m) {
            py::arg("rank"), py::arg("size"), py::arg("group_name"), py::arg("hosts"),
            py::arg("local"), py::arg("rail"), py::arg("flat"))
       .def_property_readonly("hosts", &HierarchicalBackend::hosts,
-                             "The group's ranks of each host.");
+                             "The group's ranks of each host.")
+      .def_property_readonly("title", &HierarchicalBackend::title,
+                             "What it is in profilers and reports: \"shm+gloo\".")
+      .def_property_readonly("engine", &HierarchicalBackend::engine,
+                             "A backend of all ranks, of the kind that goes between hosts.");
   m.def("this_host", &this_host, "The same text in processes that may be able to share memory.");
   m.def(
       "part_of_global_ranks",

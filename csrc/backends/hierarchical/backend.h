@@ -76,6 +76,12 @@ class HierarchicalBackend final : public c10d::Backend {
   const std::vector<std::vector<int>>& hosts() const {
     return hosts_;
   }
+  const std::string& title() const {
+    return title_;
+  }
+  const BackendPtr& engine() const {
+    return flat_.backend;
+  }
 
  private:
   class Thread;
@@ -101,7 +107,7 @@ class HierarchicalBackend final : public c10d::Backend {
     std::function<void()> finish_;
   };
 
-  WorkPtr schedule(c10d::OpType type, std::function<void()> steps);
+  WorkPtr schedule(c10d::OpType type, const at::Tensor& input, std::function<void()> steps);
   Step start(const Part& part, const CollectiveRequest& request) const;
 
   bool is_leader() const {
@@ -126,6 +132,7 @@ class HierarchicalBackend final : public c10d::Backend {
   int host_ = 0, place_in_host_ = 0;
   bool is_even_ = true;  // all hosts have as many ranks
   const Part local_, rail_, flat_;
+  const std::string title_;
   const std::shared_ptr<Thread> thread_;
 };
 

@@ -26,12 +26,14 @@
 #include "backends/mpi/pmi_server.h"
 #include "base/gil.h"
 #include "base/memory.h"
+#include "base/profiler_span.h"
 #include "base/reduction.h"
 #include "base/sparse.h"
 #include "base/timeouts.h"
 #include "control/rendezvous.h"
 #include "work/future.h"
 #include "work/request_work.h"
+#include "work/span_name.h"
 
 namespace c10d_ext {
 
@@ -119,8 +121,8 @@ void start_messages(Library& library, std::vector<Request>& requests, bool sends
 
 class MpiBackend::MpiWork final : public SignalledWork {
  public:
-  MpiWork(int rank, c10d::OpType type, uint64_t owner)
-      : SignalledWork(rank, type, "mpi"), owner_(owner) {}
+  MpiWork(int rank, c10d::OpType type, uint64_t owner, std::unique_ptr<ProfilerSpan> span)
+      : SignalledWork(rank, type, span_name(type), std::move(span)), owner_(owner) {}
 
   void abort() override {
     Engine::of_this_process().abandon(owner_, number_or_zero(), error_of("the call was aborted"));
@@ -189,7 +191,7 @@ c10::intrusive_ptr<MpiBackend> MpiBackend::connect(const c10::intrusive_ptr<c10d
   try {
     auto& engine = Engine::of_this_process();
     Library& library = engine.library();
-    const Rendezvous expected(place, store, global_ranks);
+    const Rendezvous expected(place, store, global_ranks, "mpi");
     const KeyValueStore meeting = expected.part_of_store("world_ranks");
     // Where everybody is in MPI_COMM_WORLD.
     meeting.set(std::to_string(rank), c10::str(library.rank(), ' ', library.size()));
@@ -243,8 +245,13 @@ void MpiBackend::abort() {
 
 // --- Calls ---------------------------------------------------------------------------------------
 
-c10::intrusive_ptr<MpiBackend::MpiWork> MpiBackend::make_work(c10d::OpType type) const {
-  return c10::make_intrusive<MpiWork>(rank_, type, id_);
+c10::intrusive_ptr<MpiBackend::MpiWork> MpiBackend::make_work(c10d::OpType type,
+                                                              const at::Tensor& input) const {
+  auto span = ProfilerSpan::open("mpi", span_name(type));
+  if (span && input.defined()) {
+    span->add_input(input);
+  }
+  return c10::make_intrusive<MpiWork>(rank_, type, id_, std::move(span));
 }
 
 void MpiBackend::call(const c10::intrusive_ptr<MpiWork>& work,
@@ -355,7 +362,7 @@ void MpiBackend::reduce_parts(const c10::intrusive_ptr<MpiWork>& work, const at:
 }
 
 MpiBackend::WorkPtr MpiBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
-  const auto work = make_work(c10d::OpType::BROADCAST);
+  const auto work = make_work(c10d::OpType::BROADCAST, tensors[0]);
   call(
       work,
       [t = tensors[0], root = static_cast<int>(opts.rootRank), largest = largest_,
@@ -372,7 +379,7 @@ MpiBackend::WorkPtr MpiBackend::broadcast(Tensors& tensors, const c10d::Broadcas
 
 // How many entries everybody has, then all of them, which each rank adds up.
 MpiBackend::WorkPtr MpiBackend::all_reduce_sparse(const at::Tensor& tensor) {
-  const auto work = make_work(c10d::OpType::_ALLREDUCE_SPARSE);
+  const auto work = make_work(c10d::OpType::_ALLREDUCE_SPARSE, tensor);
   const at::Tensor own = added_up(tensor);
   const at::Tensor indices = own._indices().contiguous(), values = own._values().contiguous();
   const at::Tensor count = at::empty({1}, at::kLong).fill_(indices.size(1));
@@ -427,7 +434,7 @@ MpiBackend::WorkPtr MpiBackend::allreduce(Tensors& tensors, const c10d::Allreduc
   if (tensors[0].is_sparse()) {
     return all_reduce_sparse(tensors[0]);
   }
-  const auto work = make_work(c10d::OpType::ALLREDUCE);
+  const auto work = make_work(c10d::OpType::ALLREDUCE, tensors[0]);
   const at::Tensor t = span_of(tensors[0], 0, tensors[0].numel());
   const auto op = op_of(opts.reduceOp);
   const auto bytes = static_cast<int64_t>(t.nbytes());
@@ -462,7 +469,7 @@ MpiBackend::WorkPtr MpiBackend::allreduce(Tensors& tensors, const c10d::Allreduc
 }
 
 MpiBackend::WorkPtr MpiBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
-  const auto work = make_work(c10d::OpType::REDUCE);
+  const auto work = make_work(c10d::OpType::REDUCE, tensors[0]);
   const at::Tensor t = span_of(tensors[0], 0, tensors[0].numel());
   const auto op = op_of(opts.reduceOp);
   const auto root = static_cast<size_t>(opts.rootRank);
@@ -502,7 +509,7 @@ MpiBackend::WorkPtr MpiBackend::reduce(Tensors& tensors, const c10d::ReduceOptio
 
 MpiBackend::WorkPtr MpiBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                 const c10d::AllgatherOptions& /*opts*/) {
-  const auto work = make_work(c10d::OpType::_ALLGATHER_BASE);
+  const auto work = make_work(c10d::OpType::_ALLGATHER_BASE, input);
   const auto ranks = static_cast<size_t>(size_);
   const auto bytes = static_cast<int64_t>(input.nbytes());
   if (bytes * size_ <= largest_) {
@@ -523,7 +530,7 @@ MpiBackend::WorkPtr MpiBackend::_allgather_base(at::Tensor& output, at::Tensor& 
 
 MpiBackend::WorkPtr MpiBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                      const c10d::ReduceScatterOptions& opts) {
-  const auto work = make_work(c10d::OpType::_REDUCE_SCATTER_BASE);
+  const auto work = make_work(c10d::OpType::_REDUCE_SCATTER_BASE, input);
   reduce_parts(work, span_of(input, 0, input.numel()),
                Sizes(static_cast<size_t>(size_), output.numel()),
                span_of(output, 0, output.numel()), op_of(opts.reduceOp), [work] { work->end({}); });
@@ -533,7 +540,7 @@ MpiBackend::WorkPtr MpiBackend::_reduce_scatter_base(at::Tensor& output, at::Ten
 MpiBackend::WorkPtr MpiBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                               Sizes& output_splits, Sizes& input_splits,
                                               const c10d::AllToAllOptions& /*opts*/) {
-  const auto work = make_work(c10d::OpType::ALLTOALL_BASE);
+  const auto work = make_work(c10d::OpType::ALLTOALL_BASE, input);
   const auto bytes_of = [this](const at::Tensor& t, Sizes rows) {
     const int64_t all = sum_of(rows);
     if (rows.empty()) {
@@ -553,7 +560,7 @@ MpiBackend::WorkPtr MpiBackend::alltoall_base(at::Tensor& output, at::Tensor& in
 }
 
 MpiBackend::WorkPtr MpiBackend::barrier(const c10d::BarrierOptions& /*opts*/) {
-  const auto work = make_work(c10d::OpType::BARRIER);
+  const auto work = make_work(c10d::OpType::BARRIER, {});
   call(
       work,
       [comm = collectives_](Library& library, auto& requests) {
@@ -575,7 +582,7 @@ MpiBackend::WorkPtr MpiBackend::message(c10d::OpType type, Tensors& tensors, int
   const bool sends = type == c10d::OpType::SEND;
   C10D_EXT_CHECK_VALUE(tag >= 0 && tag <= tag_limit_, sends ? "send" : "recv", place_,
                        "the tag must be from 0 to ", tag_limit_, ", which MPI has, got ", tag);
-  const auto work = make_work(type);
+  const auto work = make_work(type, sends ? tensors[0] : at::Tensor());
   const uint64_t number = ++message_count_;
   work->number(number);
   call(

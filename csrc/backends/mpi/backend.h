@@ -78,7 +78,7 @@ class MpiBackend final : public c10d::Backend {
   void call(const c10::intrusive_ptr<MpiWork>& work,
             std::function<void(mpi::Library&, std::vector<mpi::Request>&)> start, Over over,
             uint64_t number = 0);
-  c10::intrusive_ptr<MpiWork> make_work(c10d::OpType type) const;
+  c10::intrusive_ptr<MpiWork> make_work(c10d::OpType type, const at::Tensor& input) const;
 
   // Sends and receives at once: parts of tensors to and from every rank.
   void exchange(const c10::intrusive_ptr<MpiWork>& work, Exchange parts, Over over);

@@ -13,10 +13,10 @@
 
 #include "backends/shm/backend.h"
 #include "backends/shm/engine.h"
-#include "backends/shm/profiler_span.h"
 #include "backends/shm/staging.h"
 #include "base/dtype.h"
 #include "base/memory.h"
+#include "base/profiler_span.h"
 #include "work/snapshot.h"
 #include "work/work_state.h"
 
@@ -52,7 +52,7 @@ class ShmBackend::TensorOperation final : public shm::Operation {
              size_t sources, size_t targets) {
     op_ = op;
     place_ = &place;
-    span_ = ProfilerSpan::open(op);
+    span_ = ProfilerSpan::open("shm", op);
     timeout = limit;
     request.type = type;
     request.sources.resize(sources);

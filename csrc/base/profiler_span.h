@@ -18,14 +18,14 @@ namespace c10d_ext {
 // thread that is, for the observers of the thread that called.
 class ProfilerSpan {
  public:
-  // Null when nobody observes.
-  static std::unique_ptr<ProfilerSpan> open(std::string_view op) {
+  // "shm:all_reduce". Null when nobody observes.
+  static std::unique_ptr<ProfilerSpan> open(std::string_view backend, std::string_view op) {
     auto observers = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
     if (C10_LIKELY(!observers)) {
       return nullptr;
     }
     return std::unique_ptr<ProfilerSpan>(
-        new ProfilerSpan(c10::str("shm:", op), std::move(*observers)));
+        new ProfilerSpan(c10::str(backend, ':', op), std::move(*observers)));
   }
 
   void add_input(const at::Tensor& t) {

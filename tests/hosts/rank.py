@@ -1,0 +1,140 @@
+"""A rank on an emulated host: ``rank.py SCENARIO`` joins the group and says as JSON what it saw."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import torch_c10d_ext
+from tests.backends.dist_ops import all_gather_single, reduce_scatter_single
+
+TIMEOUT = dt.timedelta(seconds=float(os.environ.get("TEST_TIMEOUT", "60")))
+
+
+def _say(**words: Any) -> None:
+    print(json.dumps(words), flush=True)
+
+
+def verbs() -> None:
+    """Every way between hosts, and the groups of a mesh."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    for count in (1, 70_000, 2_000_003):
+        x = torch.full((count,), rank + 1.0)
+        dist.all_reduce(x)
+        assert x[0] == x[-1] == n * (n + 1) / 2
+    there, here = (rank + 1) % n, (rank - 1) % n
+    sent, got = dist.isend(torch.tensor([rank]), there), torch.zeros(1, dtype=torch.int64)
+    dist.recv(got, here)
+    sent.wait()
+    assert got == here
+    whole = torch.empty(n * 3)
+    all_gather_single(whole, torch.full((3,), float(rank)))
+    assert whole.tolist() == [float(r) for r in range(n) for _ in range(3)]
+    parts = torch.empty(n)
+    dist.all_to_all_single(parts, torch.arange(n, dtype=torch.float32) + n * rank)
+    assert parts.tolist() == [float(rank + n * r) for r in range(n)]
+    dist.barrier()
+    backend = torch_c10d_ext.backend_of()
+    hosts = dist.group.WORLD._get_backend(torch.device("cpu")).inner.hosts
+    one_each = dist.new_group([ranks[0] for ranks in hosts])
+    names = [torch_c10d_ext.backend_of(one_each)] if rank in [r[0] for r in hosts] else []
+    same = [dist.new_group(ranks) for ranks in hosts]
+    mine = next(i for i, ranks in enumerate(hosts) if rank in ranks)
+    names.append(torch_c10d_ext.backend_of(same[mine]) if len(hosts[mine]) > 1 else "shm")
+    _say(backend=backend, hosts=hosts, groups=names)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def until_it_fails() -> None:
+    """Calls one collective after the other, of both sizes."""
+    dist.all_reduce(torch.ones(1))
+    _say(ready=os.getpid())
+    x, large = torch.zeros(1000), torch.zeros(300_000)
+    calls = 0
+    try:
+        while True:
+            dist.all_reduce(x)
+            dist.all_reduce(large)
+            calls += 1
+            time.sleep(0.001)
+    except RuntimeError as error:
+        _say(
+            kind=type(error).__name__,
+            ranks=list(getattr(error, "ranks", [])),
+            text=str(error),
+            at=time.time(),
+            calls=calls,
+        )
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def random_calls() -> None:
+    """Collectives of random sizes, dtypes and roots, each compared bit by bit."""
+    calls = int(os.environ["TEST_CALLS"])
+    n, rank = dist.get_world_size(), dist.get_rank()
+    common = torch.Generator().manual_seed(7)
+
+    def pick(high: int) -> int:
+        return int(torch.randint(high, (1,), generator=common))
+
+    for i in range(calls):
+        verb, count = pick(7), pick(4) and 1 << pick(17)
+        dtype = (torch.int32, torch.float32, torch.int64, torch.uint8)[pick(4)]
+        root, seed = pick(n), pick(1 << 30)
+        # Small integers, so that sums of all types are exact.
+        of = [
+            torch.randint(0, 20, (n, count), generator=torch.Generator().manual_seed(seed + r)).to(
+                dtype
+            )
+            for r in range(n)
+        ]
+        total = sum(part.to(torch.int64) for part in of).to(dtype)
+        own = of[rank].clone()
+        if verb == 0:
+            dist.all_reduce(own)
+            want = total
+        elif verb == 1:
+            dist.broadcast(own, root)
+            want = of[root]
+        elif verb == 2:
+            dist.reduce(own, root)
+            want = total if rank == root else own
+        elif verb == 3:
+            out = torch.empty(n * n * count, dtype=dtype)
+            all_gather_single(out, own.flatten())
+            own, want = out, torch.cat([part.flatten() for part in of])
+        elif verb == 4:
+            out = torch.empty(count, dtype=dtype)
+            reduce_scatter_single(out, own.flatten())
+            own, want = out, total[rank]
+        elif verb == 5:
+            out = torch.empty(n, count, dtype=dtype)
+            dist.all_to_all_single(out, own)
+            own, want = out, torch.stack([part[rank] for part in of])
+        else:
+            out = torch.empty(n, count, dtype=dtype)
+            request = dist.isend(own, (rank + 1) % n, tag=i % 5)
+            dist.recv(out, (rank - 1) % n, tag=i % 5)
+            request.wait()
+            own, want = out, of[(rank - 1) % n]
+        assert torch.equal(own, want), (i, verb, count, dtype, root)
+    dist.barrier()
+    _say(done=calls)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    dist.init_process_group("shm", timeout=TIMEOUT)
+    {"verbs": verbs, "until_it_fails": until_it_fails, "random_calls": random_calls}[sys.argv[1]]()
+
+
+main()

@@ -1,0 +1,157 @@
+"""Groups on hosts that are namespaces of one machine, with a network between them that can fail."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import emulated_hosts as emulated
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+DEADLINE = 120.0
+CALLS = int(os.environ.get("C10D_EXT_RANDOM_CALLS", "200"))
+
+
+@pytest.fixture(autouse=True)
+def _needs_hosts() -> None:
+    reason = emulated.why_not()
+    if reason and os.environ.get(emulated.REQUIRED) == "1":
+        pytest.fail(f"{emulated.REQUIRED}=1, and this machine cannot emulate hosts: {reason}")
+    if reason:
+        pytest.skip(f"this machine cannot emulate hosts: {reason}")
+
+
+class _Ranks:
+    """Ranks on hosts, and what they say."""
+
+    def __init__(
+        self,
+        hosts: emulated.Hosts,
+        places: Sequence[int],
+        scenario: str,
+        folder: Path,
+        **settings: str,
+    ) -> None:
+        self.hosts, self.places = hosts, places
+        self.logs = [folder / f"{rank}.log" for rank in range(len(places))]
+        self.processes: list[subprocess.Popen[bytes]] = []
+        for rank, host in enumerate(places):
+            environment = {
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+                "OMP_NUM_THREADS": "1",
+                "MASTER_ADDR": hosts.address(places[0]),
+                "MASTER_PORT": "29500",
+                "WORLD_SIZE": str(len(places)),
+                "RANK": str(rank),
+                "GLOO_SOCKET_IFNAME": "eth0",
+                **settings,
+            }
+            with open(self.logs[rank], "wb") as log:
+                command = [sys.executable, str(ROOT / "tests/hosts/rank.py"), scenario]
+                self.processes.append(hosts.start(host, command, environment, log.fileno()))
+
+    def text(self) -> str:
+        return "\n".join(log.read_text() for log in self.logs)
+
+    def await_ready(self) -> None:
+        until = time.monotonic() + DEADLINE
+        for rank, log in enumerate(self.logs):
+            while '"ready"' not in log.read_text():
+                assert time.monotonic() < until, self.text()
+                assert self.processes[rank].poll() is None, self.text()
+                time.sleep(0.02)
+
+    def result(self, rank: int) -> Any:
+        code = self.processes[rank].wait(DEADLINE)
+        said = self.logs[rank].read_text()
+        assert code == 0, self.text()
+        return json.loads(next(line for line in reversed(said.splitlines()) if line[:1] == "{"))
+
+
+@contextlib.contextmanager
+def _ranks(
+    places: Sequence[int],
+    scenario: str,
+    folder: Path,
+    loss: float = 0,
+    **settings: str,
+) -> Iterator[_Ranks]:
+    with emulated.emulated_hosts(max(places) + 1, loss=loss) as hosts:
+        yield _Ranks(hosts, places, scenario, folder, **settings)
+
+
+@pytest.mark.parametrize("engine", ["gloo", "mpi"])
+@pytest.mark.parametrize("places", [(0, 0, 1, 1), (0, 1, 1, 1), (0, 1, 2, 0, 1, 2)], ids=str)
+def test_verbs_and_groups(places: tuple[int, ...], engine: str, tmp_path: Path) -> None:
+    settings = {} if engine == "gloo" else {"TORCH_C10D_EXT_SHM_BETWEEN_HOSTS": engine}
+    with _ranks(places, "verbs", tmp_path, 0, **settings) as ranks:
+        hosts = [[r for r, at in enumerate(places) if at == h] for h in range(max(places) + 1)]
+        for rank, at in enumerate(places):
+            said = ranks.result(rank)
+            assert said["backend"] == f"shm+{engine}"
+            assert said["hosts"] == hosts
+            # One rank of each host, and those of this one.
+            assert said["groups"] == [engine] * (rank == hosts[at][0]) + ["shm"]
+
+
+@pytest.mark.parametrize("victim", [0, 1, 3])
+def test_a_killed_rank_is_named_with_its_host(victim: int, tmp_path: Path) -> None:
+    with _ranks((0, 0, 1, 1), "until_it_fails", tmp_path) as ranks:
+        ranks.await_ready()
+        killed = time.time()
+        ranks.hosts.signal(ranks.processes[victim], signal.SIGKILL)
+        times = []
+        for rank in {0, 1, 2, 3} - {victim}:
+            said = ranks.result(rank)
+            assert said["kind"] == "RankLost" and said["ranks"] == [victim], said
+            assert "gone)" in said["text"]
+            if rank // 2 != victim // 2:
+                assert f"on host{victim // 2}, gone)" in said["text"]
+            times.append(said["at"] - killed)
+        print(f"killed rank {victim}: known after {max(times) * 1000:.0f} ms")
+
+
+def test_a_link_that_is_down_is_found_by_the_heartbeat(tmp_path: Path) -> None:
+    with _ranks((0, 0, 1, 1), "until_it_fails", tmp_path) as ranks:
+        ranks.await_ready()
+        cut = time.time()
+        ranks.hosts.cut(1)
+        times = []
+        for rank in range(4):
+            said = ranks.result(rank)
+            there = [2, 3] if rank < 2 else [0]
+            assert said["kind"] == "RankLost" and said["ranks"] == there, said
+            assert f"on host{1 - rank // 2}, unreachable)" in said["text"]
+            times.append(said["at"] - cut)
+        print(f"link down: known after {max(times):.2f} s")
+
+
+def test_a_host_that_is_stopped_is_named_at_the_timeout(tmp_path: Path) -> None:
+    with _ranks((0, 0, 1, 1), "until_it_fails", tmp_path, TEST_TIMEOUT="4") as ranks:
+        ranks.await_ready()
+        for rank in (2, 3):
+            ranks.hosts.signal(ranks.processes[rank], signal.SIGSTOP)
+        for rank in (0, 1):
+            said = ranks.result(rank)
+            assert said["kind"] == "CollectiveTimeout", said
+            assert set(said["ranks"]) <= {2, 3} and said["ranks"], said
+            assert "on host1, silent)" in said["text"], said
+
+
+@pytest.mark.parametrize("engine", ["gloo", "mpi"])
+def test_random_calls_over_a_network_that_loses_frames(engine: str, tmp_path: Path) -> None:
+    settings = {"TEST_CALLS": str(CALLS), "TORCH_C10D_EXT_SHM_BETWEEN_HOSTS": engine}
+    with _ranks((0, 1, 0, 1), "random_calls", tmp_path, 1.0, **settings) as ranks:
+        for rank in range(4):
+            assert ranks.result(rank) == {"done": CALLS}

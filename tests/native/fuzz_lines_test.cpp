@@ -1,0 +1,288 @@
+// What ranks say to each other over lines, changed at random: whoever hears it takes it, or throws
+// std::runtime_error, and does nothing else. C10D_EXT_FUZZ_SECONDS: for how long.
+
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdint>
+#include <cstdlib>
+#include <limits>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "backends/checked/coordinator.h"
+#include "backends/checked/protocol.h"
+#include "backends/checked/roster.h"
+#include "control/connection.h"
+#include "program.h"
+
+using namespace c10d_ext;
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kRanks = 4;
+
+class Random {
+ public:
+  explicit Random(uint64_t seed) : engine_(seed) {}
+  int64_t below(int64_t limit) {
+    return static_cast<int64_t>(engine_() % static_cast<uint64_t>(limit));
+  }
+  bool one_in(int64_t times) {
+    return below(times) == 0;
+  }
+  // Small ones, those at the ends of ranges, and any.
+  int64_t number() {
+    constexpr int64_t kMin = std::numeric_limits<int64_t>::min();
+    constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
+    const std::vector<int64_t> all{0,
+                                   1,
+                                   -1,
+                                   2,
+                                   3,
+                                   4,
+                                   5,
+                                   7,
+                                   255,
+                                   256,
+                                   65536,
+                                   INT32_MAX,
+                                   kMin,
+                                   kMax,
+                                   kMin + 1,
+                                   kMax - 1,
+                                   INT32_MIN,
+                                   UINT32_MAX,
+                                   static_cast<int64_t>(engine_())};
+    return all[static_cast<size_t>(below(static_cast<int64_t>(all.size())))];
+  }
+  std::string text() {
+    std::string text;
+    for (int64_t left = below(40); left > 0; --left) {
+      text += static_cast<char>(below(256));
+    }
+    return text;
+  }
+
+ private:
+  std::mt19937_64 engine_;
+};
+
+std::string changed(std::string bytes, Random& random) {
+  for (int64_t changes = random.below(4); changes > 0; --changes) {
+    const auto at =
+        bytes.empty() ? 0 : static_cast<size_t>(random.below(static_cast<int64_t>(bytes.size())));
+    switch (random.below(5)) {
+      case 0:
+        if (!bytes.empty()) {
+          bytes[at] = static_cast<char>(random.below(256));
+        }
+        break;
+      case 1:
+        bytes.resize(at);
+        break;
+      case 2:
+        bytes += random.text();
+        break;
+      case 3:
+        if (const size_t word = at / 8 * 8; word + 8 <= bytes.size()) {
+          const int64_t number = random.number();
+          std::memcpy(bytes.data() + word, &number, sizeof(number));
+        }
+        break;
+      default:
+        bytes.insert(at, random.text());
+        break;
+    }
+  }
+  return bytes;
+}
+
+std::vector<int64_t> sizes(Random& random) {
+  return std::vector<int64_t>(static_cast<size_t>(random.one_in(3) ? random.below(9) : kRanks),
+                              random.below(100));
+}
+
+// A sentence that makes sense, of a rank whose next call and message are `seq` and `number`.
+Payload sentence(uint32_t kind, uint64_t seq, uint64_t number, Random& random) {
+  switch (kind) {
+    case kCalling: {
+      Fingerprint called;
+      called.op_type = static_cast<OpType>(random.below(12));
+      called.unit = "float32";
+      called.reduce_op = static_cast<ReduceOp>(random.below(10));
+      called.root = static_cast<int>(random.below(kRanks + 1)) - 1;
+      called.count = random.below(10);
+      if (random.one_in(2)) {
+        called.sends = sizes(random);
+        called.expects = sizes(random);
+        called.is_uneven = true;
+      }
+      return encoded(called).put(static_cast<int64_t>(seq));
+    }
+    case kPosting:
+      return encoded(Posted{.sends = random.one_in(2),
+                            .peer = static_cast<int>(random.below(kRanks + 1)) - 1,
+                            .tag = random.below(3),
+                            .bytes = static_cast<uint64_t>(random.below(3)),
+                            .dtype = static_cast<DType>(random.below(21))})
+          .put(static_cast<int64_t>(number));
+    default:
+      return Payload().put(random.below(5)).put(random.text()).put(random.below(5));
+  }
+}
+
+std::vector<Member> members() {
+  std::vector<Member> all;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    const auto host = "host " + std::to_string(rank / 2);
+    all.push_back({this_process(), host, host, host});
+  }
+  return all;
+}
+
+double seconds() {
+  const char* text = std::getenv("C10D_EXT_FUZZ_SECONDS");
+  return text != nullptr ? std::atof(text) : 1.0;
+}
+
+bool is_time_left(Clock::time_point began) {
+  return std::chrono::duration<double>(Clock::now() - began).count() < seconds() / 3;
+}
+
+uint64_t seed() {
+  const char* text = std::getenv("C10D_EXT_FUZZ_SEED");
+  return text != nullptr ? std::strtoull(text, nullptr, 10) : 1;
+}
+
+void a_coordinator_takes_anything() {
+  Random random(seed());
+  const auto began = Clock::now();
+  uint64_t taken = 0, refused = 0, told = 0;
+  while (is_time_left(began)) {
+    const Roster roster({0, kRanks, "test"}, members());
+    Coordinator coordinator(roster, [&](int rank, Says, const Payload&) {
+      CHECK(rank >= 0 && rank < kRanks);
+      ++told;
+    });
+    std::vector<uint64_t> seq(kRanks, 1), number(kRanks, 1);
+    for (int i = 0; i < 200; ++i) {
+      const auto rank = static_cast<int>(random.below(kRanks));
+      const auto r = static_cast<size_t>(rank);
+      const auto kind = static_cast<uint32_t>(random.one_in(3)   ? kCalling
+                                              : random.one_in(2) ? kPosting
+                                                                 : 14 + random.below(24));
+      const bool is_changed = random.one_in(4);
+      const std::string bytes = sentence(kind, seq[r], number[r], random).bytes();
+      Payload words(is_changed ? changed(bytes, random) : bytes);
+      try {
+        coordinator.hear(rank, kind, words);
+        ++taken;
+        seq[r] += kind == kCalling;
+        number[r] += kind == kPosting;
+      } catch (const std::runtime_error&) {
+        ++refused;
+      }
+      if (random.one_in(20)) {
+        coordinator.look(Clock::now() + std::chrono::hours(1));
+      }
+      if (random.one_in(200)) {
+        coordinator.lose({rank}, random.one_in(2) ? kGone : kUnreachable);
+      }
+    }
+  }
+  CHECK(taken > 0 && refused > 0 && told > 0);
+  std::printf("coordinator: %llu taken, %llu refused\n", static_cast<unsigned long long>(taken),
+              static_cast<unsigned long long>(refused));
+}
+
+void words_are_taken_apart_or_refused() {
+  Random random(seed() + 1);
+  const auto began = Clock::now();
+  uint64_t refused = 0;
+  while (is_time_left(began)) {
+    for (const auto& bytes :
+         {changed(sentence(kCalling, 1, 1, random).bytes(), random),
+          changed(sentence(kPosting, 1, 1, random).bytes(), random),
+          changed(encoded(End{ErrorKind::RankLost, {1}, "gone", kGrace}).bytes(), random),
+          random.text()}) {
+      for (int which = 0; which < 3; ++which) {
+        Payload words(bytes);
+        try {
+          if (which == 0) {
+            const auto called = take_fingerprint(words);
+            CHECK(!text_of(called).empty());
+          } else if (which == 1) {
+            const auto posted = take_posted(words);
+            CHECK(posted.dtype <= DType::Bytes);
+          } else {
+            const auto end = take_end(words);
+            CHECK(end.kind <= ErrorKind::Closed);
+          }
+        } catch (const std::runtime_error&) {
+          ++refused;
+        }
+      }
+    }
+  }
+  CHECK(refused > 0);
+}
+
+void a_line_takes_anything() {
+  Random random(seed() + 2);
+  const auto began = Clock::now();
+  constexpr size_t kLimit = 4096;
+  uint64_t heard = 0, ended = 0;
+  while (is_time_left(began)) {
+    int ends[2];
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) == 0);
+    Connection line([&] {
+      const ForkGuard guard;
+      return FdOwner(ends[0], guard);
+    }());
+    bool stays = true;
+    for (int i = 0; stays && i < 50; ++i) {
+      std::string bytes;
+      const auto words = sentence(kCalling, 1, 1, random).bytes();
+      const auto length = static_cast<uint32_t>(
+          random.one_in(8) ? static_cast<uint32_t>(random.number()) : words.size());
+      const auto kind = static_cast<uint32_t>(random.below(40));
+      bytes.append(reinterpret_cast<const char*>(&length), sizeof(length));
+      bytes.append(reinterpret_cast<const char*>(&kind), sizeof(kind));
+      bytes += words;
+      if (random.one_in(6)) {
+        bytes = changed(bytes, random);
+      }
+      if (::send(ends[1], bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT) <= 0 &&
+          !bytes.empty()) {
+        break;
+      }
+      stays = line.listen(kLimit);
+      while (auto frame = line.next()) {
+        CHECK(frame->words.bytes().size() <= kLimit + bytes.size());
+        ++heard;
+      }
+    }
+    ended += !stays;
+    ::close(ends[1]);
+  }
+  CHECK(heard > 0 && ended > 0);
+}
+
+const std::vector<Test> kTests = {
+    TEST(a_coordinator_takes_anything),
+    TEST(words_are_taken_apart_or_refused),
+    TEST(a_line_takes_anything),
+};
+
+}  // namespace
+
+int main(int count, char** names) {
+  return run_tests(kTests, count, names);
+}
