@@ -27,6 +27,13 @@ _ours: Any = None  # torch_c10d_ext.distributed, once there is something to inst
 _substituted: list[tuple[Any, Any]] = []
 
 
+def real_tensors() -> contextlib.AbstractContextManager[Any]:
+    """Inside it new tensors have values, also where a compiler makes every new tensor fake."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
 def install() -> None:
     """Lets code written against ``torch.distributed`` compile as if written against ours.
 

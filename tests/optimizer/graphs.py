@@ -53,10 +53,13 @@ class Builder:
 SIZE = 8
 
 
-def random_graph(seed: int, group: str, ranks: int, nodes: int = 24) -> GraphModule:
+def random_graph(
+    seed: int, group: str, ranks: int, nodes: int = 24, moves: bool = False
+) -> GraphModule:
     """A graph of one to three inputs, computations, views, writes and collectives.
 
     Some results are waited for late, some collectives occur twice, some results are written.
+    ``moves`` adds all_to_alls, and gathers and broadcasts of several dtypes.
     """
     rng = random.Random(seed)
     b = Builder()
@@ -101,7 +104,9 @@ def random_graph(seed: int, group: str, ranks: int, nodes: int = 24) -> GraphMod
             space = rng.choice(spaces)
             name = rng.choice(["all_reduce", "all_reduce", "all_gather", "reduce_scatter", "cast"])
             x = take()
-            if name == "all_reduce":
+            if moves and rng.random() < 0.6:
+                flying.append(_moving(b, x, group, ranks, rng))
+            elif name == "all_reduce":
                 op = rng.choice(["sum", "sum", "max", "avg"])
                 flying.append(b.call(space.all_reduce.default, x, op, group))
             elif name == "all_gather":
@@ -120,14 +125,32 @@ def random_graph(seed: int, group: str, ranks: int, nodes: int = 24) -> GraphMod
     return b.done(*ready[-4:])
 
 
+def _moving(b: Builder, x: Node, group: str, ranks: int, rng: random.Random) -> Node:
+    """The start of a collective that only moves, of one of several dtypes."""
+    dtype = rng.choice([torch.float32, torch.float64, torch.bfloat16])
+    if dtype != torch.float32:
+        x = b.call(aten._to_copy.default, x, dtype=dtype)
+    space = rng.choice([torch.ops.c10d_ext, torch.ops._c10d_functional])
+    kind = rng.choice(["gather", "broadcast", "exchange", "exchange"])
+    if kind == "gather":
+        return b.call(space.all_gather_into_tensor.default, x, ranks, group)
+    if kind == "broadcast":
+        return b.call(space.broadcast.default, x, 0, group)
+    wide = b.call(aten.repeat.default, x, [ranks, 1])
+    even = [SIZE] * ranks
+    return b.call(space.all_to_all_single.default, wide, even, even, group)
+
+
 def _land(b: Builder, start: Node, add: Any, rng: random.Random) -> None:
     space = rng.choice([torch.ops.c10d_ext, torch.ops._c10d_functional])
     node = b.call(space.wait_tensor.default, start)
     value = node.meta["val"]
     if value.dtype != torch.float32:
         node = b.call(aten._to_copy.default, node, dtype=torch.float32)
-        add(node)
-    elif value.shape[0] != SIZE:
+        if value.shape[0] == SIZE:
+            add(node)
+            return
+    if value.shape[0] != SIZE:
         add(b.call(aten.slice.Tensor, node, 0, 0, SIZE), fresh=False)
     else:
         add(node)

@@ -309,11 +309,14 @@ def test_uneven_sizes_keep_the_order(fake_world: Call) -> None:
 
 
 def _one_decision_on_all_ranks() -> None:
-    for seed in range(15):
+    for seed in range(6):
         plans, orders = [], []
+        # What only moves, and rows at rank 0's place, must not be read otherwise on rank 0.
+        moves = seed % 2 == 1
         for rank in range(RANKS):
             join_fake_world(RANKS, rank)
-            _, about = _optimized(random_graph(seed, WORLD, RANKS, nodes=40))
+            _, about = _optimized(random_graph(seed, WORLD, RANKS, 40, moves))
+            assert "checker" not in about.reason
             plans.append(about.plan)
             orders.append(about.order)
         assert all(plan == plans[0] for plan in plans)
@@ -331,8 +334,8 @@ def test_one_decision_on_all_ranks(fake_world: Call) -> None:
 def _random_graphs_keep_their_budget() -> tuple[int, int]:
     """The checker has passed each; here the budget is compared once more, at the old peak."""
     changed = hidden = 0
-    for seed in range(60):
-        graph = random_graph(seed, WORLD, RANKS, nodes=10 + seed % 40)
+    for seed in range(20):
+        graph = random_graph(seed, WORLD, RANKS, 10 + seed % 40, moves=seed % 3 == 2)
         new, about = _optimized(graph)
         again = _optimized(graph, memory_budget=int(about.peak_before))[1]
         assert again.peak <= again.peak_before or not again.changed
@@ -347,8 +350,8 @@ def _random_graphs_keep_their_budget() -> tuple[int, int]:
 
 def test_random_graphs_keep_their_budget(fake_world: Call) -> None:
     changed, hidden = fake_world(_random_graphs_keep_their_budget)
-    assert changed > 40
-    assert hidden > 25
+    assert changed > 10
+    assert hidden > 6
 
 
 def _exported() -> None:
@@ -374,3 +377,22 @@ def _exported() -> None:
 
 def test_exported_programs_are_optimized(fake_world: Call) -> None:
     fake_world(_exported)
+
+
+def _costs_of_out() -> None:
+    costs = []
+    for into in (False, True):
+        b = Builder()
+        x = b.input("x", 64, 64)
+        if into:
+            out = b.call(aten.empty.memory_format, [RANKS * 64, 64], device="cpu")
+            y = b.call(native.all_gather_into_tensor_out.default, x, RANKS, WORLD, out=out)
+        else:
+            y = b.call(native.all_gather_into_tensor.default, x, RANKS, WORLD)
+        graph = b.done(b.call(native.wait_tensor.default, y))
+        costs.append(_optimized(graph)[1].seconds_before)
+    assert costs[0] == costs[1]
+
+
+def test_where_a_gather_is_written_to_sends_nothing(fake_world: Call) -> None:
+    fake_world(_costs_of_out)

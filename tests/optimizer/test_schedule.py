@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from torch_c10d_ext.optimizer._bounds import lower_bound
 from torch_c10d_ext.optimizer._memory import Budget, peak_of
 from torch_c10d_ext.optimizer._plan import _flat, _needed, choose_plan
 from torch_c10d_ext.optimizer._problem import Problem
 from torch_c10d_ext.optimizer._schedule import Policy, Scheduler, longest_paths
-from torch_c10d_ext.optimizer._simulate import lower_bound, simulate
+from torch_c10d_ext.optimizer._search import Search
+from torch_c10d_ext.optimizer._simulate import simulate
 
 
 class _Node:
@@ -121,6 +123,49 @@ def test_plans_never_lose() -> None:
         assert plan.peak <= plan.peak_before
         assert plan.timing.total >= lower_bound(p) * (1 - 1e-9)
         assert simulate(p, plan.order).total == plan.timing.total
+
+
+def test_search_keeps_dependencies_buckets_and_the_budget() -> None:
+    rng = random.Random(4)
+    better = 0
+    for k in range(150):
+        p = random_problem(rng, rng.randint(6, 40), lanes=1 + k % 2)
+        keys = {i: p.lane[i] for i in p.collectives if rng.random() < 0.7}
+        own = list(range(len(p.nodes) - 1))
+        limit = peak_of(p, [*own, len(own)]) * rng.choice([1.0, 1.1, 1.5])
+        search = Search(p, keys, dict.fromkeys(keys, 1.0), 4.0, limit)
+        found: list[list[Any]] = []
+        known = simulate(p, own).total
+        search.improve(own, known, 0.0, 4_000, found.append)
+        for order in found:
+            flat = _flat(order, len(p.nodes))
+            assert _valid(p, flat), k
+            assert peak_of(p, flat) <= limit, k
+            for step in order:
+                if isinstance(step, tuple):
+                    assert len({keys[i] for i in step}) == 1
+                    assert len(step) <= 4
+            # Each that it hands over is faster than the one before.
+            took = simulate(p, order).total
+            assert took < known, k
+            known = took
+        better += bool(found)
+    assert better > 75, better
+
+
+def test_no_order_beats_the_bound() -> None:
+    rng = random.Random(5)
+    tight = checked = 0
+    while checked < 40:
+        p = random_problem(rng, 6, lanes=1 + checked % 2)
+        if not p.collectives or len(p.nodes) > 9:
+            continue
+        checked += 1
+        least = _optimum(p)
+        assert lower_bound(p, ()) <= least * (1 + 1e-9)
+        assert lower_bound(p) <= lower_bound(p, ()) * (1 + 1e-9)
+        tight += lower_bound(p, ()) >= least * 0.95
+    assert tight > 20, tight
 
 
 def _optimum(p: Problem) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Container, Hashable
 from typing import Any
 
 import torch
@@ -24,13 +24,15 @@ _NOTES = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "partitioner_
 
 
 def bucket_key(
-    c: Collective, same_bits: Callable[[Collective], bool]
+    c: Collective, same_bits: Callable[[Collective], bool], written: Container[int] = ()
 ) -> tuple[Hashable | None, str]:
     """What the collectives of one bucket have in common; or None, and why there is none.
 
     Args:
         c: the collective.
         same_bits: whether a reduction gives the same bits wherever in a message an element is.
+        written: addresses of storages that are written after they are made. Their bytes are those
+            of no one value, which the checker would have to tell apart.
     """
     if c.form.written or c.form.coalesced:
         return None, "it is in place or coalesced already"
@@ -40,15 +42,15 @@ def bucket_key(
     if not isinstance(value, torch.Tensor) or isinstance(value_of(c.node), list | tuple):
         return None, "its input is no tensor"
     if c.kind == "all_to_all_single":
-        if not c.even or not _is_plain(c):
-            return None, "its parts are uneven, or its input is not contiguous"
+        if not c.even or not _is_plain(c, written):
+            return None, "its parts are uneven, or its input is not contiguous or written in place"
         return (c.form.namespace, c.kind, c.group, value.device), ""
     if c.kind not in _MOVES and c.kind not in ("all_reduce", "reduce_scatter_tensor"):
         return None, f"{c.kind} has no form for several tensors"
     if c.kind not in _MOVES and not same_bits(c):
         return None, "the backend's sums depend on an element's place in a message"
     # What only moves may travel as bytes, whatever it means.
-    dtype = None if c.kind in _MOVES and _is_plain(c) else value.dtype
+    dtype = None if c.kind in _MOVES and _is_plain(c, written) else value.dtype
     return (c.form.namespace, c.kind, c.group, c.arguments, dtype, value.device), ""
 
 
@@ -57,14 +59,15 @@ def is_packed(members: list[Collective]) -> bool:
     return members[0].kind == "all_to_all_single"
 
 
-def _is_plain(c: Collective) -> bool:
+def _is_plain(c: Collective, written: Container[int]) -> bool:
     """Whether a collective's bytes may be taken for those of another dtype.
 
     Its memory is contiguous, its sizes are numbers, and nothing looks at its result but waits.
     """
     given, made = value_of(c.inputs[0]), value_of(c.node)
     return (
-        all(type(size) is int for size in (*given.shape, *made.shape))
+        given.untyped_storage()._cdata not in written
+        and all(type(size) is int for size in (*given.shape, *made.shape))
         and given.is_contiguous()
         and made.is_contiguous()
         and not given.is_conj()
@@ -74,7 +77,11 @@ def _is_plain(c: Collective) -> bool:
 
 
 def is_exact(c: Collective) -> bool:
-    """Whether a reduction has the same bits in whatever order it is made."""
+    """Whether a reduction has the same bits in whatever order it is made.
+
+    But for what a value has several of: which of two NaNs a sum of two ranks is, and which of two
+    zeros a minimum, depends on the order. shm has one order, and is not asked this.
+    """
     value = value_of(c.inputs[0])
     operation = str(c.argument("reduce_op")).lower()
     if operation in _EXACT or c.ranks <= 2:

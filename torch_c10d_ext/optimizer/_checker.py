@@ -17,7 +17,8 @@ coalesced    the k-th result of a launch of several is the collective of the k-t
 repeated     ``min(min(x)) = min(x)`` over one group; ``max``, ``band`` and ``bor`` alike
 elementwise  ``f(move(x)) = move(f(x))`` for all_gather and broadcast; f a cast, or an exact op of
              one tensor and numbers
-own part     the rows of ``all_gather(x)`` at this rank's place are x
+own part     the rows of ``all_gather(x)`` at this rank's place are x; only where all ranks do
+             alike is promised: graphs must not be refused on some ranks alone
 gathered     ``all_gather(reduce_scatter(x)) = all_reduce(x)`` over one group; asks
 part of sum  the rows of ``all_reduce(x)`` at this rank's place are ``reduce_scatter(x)``; only
              where all ranks do alike is promised; asks
@@ -475,7 +476,7 @@ class _Evaluation:
     def _rows(self, node: Node, op: Any, key: Any) -> int | None:
         """The term of the rows at this rank's place of what a collective gives."""
         terms, values = self.terms, key[1]
-        if key[2] or len(values) != 4 or terms.place is None:
+        if key[2] or len(values) != 4 or terms.place is None or not terms.spmd:
             return None
         whole = terms.collective(values[0], "all_gather_into_tensor", "all_reduce")
         if whole is None or type(whole[3]) is not int or whole[3] not in terms.types:
@@ -493,7 +494,7 @@ class _Evaluation:
             return None
         if not is_sum:
             return int(whole[3])
-        if not terms.spmd or not terms.keeps_bits(whole):
+        if not terms.keeps_bits(whole):
             return None
         rest = tuple(sorted((*whole[2], ("group_size", ("int", str(size))))))
         made = self._replace(

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import logging
+import uuid
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -27,15 +28,16 @@ from torch_c10d_ext._op_info import op_info
 from torch_c10d_ext.errors import InvalidArgument
 from torch_c10d_ext.optimizer import _agreement
 from torch_c10d_ext.optimizer._algebra import Simplified, simplify
+from torch_c10d_ext.optimizer._bounds import lower_bound
 from torch_c10d_ext.optimizer._buckets import bucket_key, is_exact, is_packed
 from torch_c10d_ext.optimizer._checker import CheckFailed, check_rewrite, peak_bytes
-from torch_c10d_ext.optimizer._collectives import Collective, op_of, value_of
+from torch_c10d_ext.optimizer._collectives import Collective, op_of, tensors_in, value_of
 from torch_c10d_ext.optimizer._costs import Costs
 from torch_c10d_ext.optimizer._plan import TOLERANCE, Plan, choose_plan
 from torch_c10d_ext.optimizer._problem import Problem, Unsupported, read_problem
 from torch_c10d_ext.optimizer._rewrite import apply_schedule
 from torch_c10d_ext.optimizer._schedule import Step
-from torch_c10d_ext.optimizer._simulate import hidden_share, lower_bound
+from torch_c10d_ext.optimizer._simulate import hidden_share
 from torch_c10d_ext.report import Compute, Link
 
 _log = logging.getLogger("torch_c10d_ext")
@@ -209,7 +211,8 @@ def optimize(
         explain: prints what was done, what not, and why.
 
     Returns:
-        A program of the same type; ``program`` itself where nothing was gained.
+        A program of the same type; ``program`` itself where nothing was gained, or, on groups that
+        take one collective for another (gloo, nccl), a copy that compares as all others do.
 
     Raises:
         ValueError: a setting out of its range, unknown group in ``links``.
@@ -314,23 +317,26 @@ def _optimized_graph(
     about = Optimization()
     try:
         try:
-            decided = _decide(graph, settings, about)
-        except _TooMuch:
-            about = Optimization()
-            decided = _decide(graph, settings, about, pack=False)
-    except Unsupported as error:
-        about.reason = str(error)
+            decided, about = _decided(graph, settings)
+        except CheckFailed as error:
+            if not settings.algebra:
+                raise
+            # Some pairs of rules and buckets are right, and more than the checker can follow.
+            _log.info("optimize: the rules are left out, as the checker found %s", error)
+            settings = replace(settings, algebra=False)
+            decided, about = _decided(graph, settings)
+            about.missed.append(f"the rules, as the checker could not follow them: {error}")
+    except _Unchanged as unchanged:
+        about = unchanged.about
+        about.reason = str(unchanged)
         _log.info("optimize: the graph stays as it is, as %s", about.reason)
-        if in_place and settings.agree == "every" and any(map(_tells_nothing_apart, about.plan)):
-            # Another rank, whose graph became another one, compares: this one must not start
-            # something else meanwhile.
-            _add_agreement(graph, about, every=True, in_place=True)
-        return None, about
+        return _comparing(graph, settings, about, in_place), about
     except CheckFailed as error:
         # Not the user's mistake: the old graph is right, and somebody should hear of it.
-        about = Optimization(reason=f"the checker found the new graph to differ: {error}")
-        _log.warning("optimize: the graph stays as it is, as %s", about.reason)
-        return None, about
+        reason = f"the checker found the new graph to differ: {error}"
+        about = Optimization(reason=reason)
+        _log.warning("optimize: the graph stays as it is, as %s", reason)
+        return _comparing(graph, settings, about, in_place), about
     about.changed = True
     new, order = decided
     if in_place:
@@ -341,9 +347,66 @@ def _optimized_graph(
         apply_schedule(graph, p, order)
         new = graph
     if settings.agree != "never" and about.plan:
-        _add_agreement(new, about, settings.agree == "every", in_place)
+        _add_agreement(new, about.plan, settings.agree == "every", in_place)
     new.lint()
     return new, about
+
+
+class _Unchanged(Exception):
+    """Why a graph stays as it is, and what is known of it."""
+
+    def __init__(self, about: Optimization, error: Unsupported) -> None:
+        super().__init__(str(error))
+        self.about = about
+
+
+def _decided(
+    graph: Graph, settings: Settings
+) -> tuple[tuple[Graph, tuple[Step, ...]], Optimization]:
+    """What :func:`_decide` decides, without packed launches where these take too much memory."""
+    for pack in (True, False):
+        about = Optimization()
+        try:
+            return _decide(graph, settings, about, pack), about
+        except _TooMuch:
+            continue
+        except Unsupported as error:
+            raise _Unchanged(about, error) from error
+    raise AssertionError("what is not packed cannot take too much")
+
+
+def _comparing(
+    given: Graph, settings: Settings, about: Optimization, in_place: bool
+) -> Graph | None:
+    """A graph in its own order that compares plans, where its ranks would not notice otherwise.
+
+    Another rank, whose graph became another one, compares: this one must not start something else
+    meanwhile, nor leave the other one to wait for it.
+    """
+    if settings.agree == "never":
+        return None
+    written = about.plan or _plan_as_written(given)
+    plan = {group: lines for group, lines in written.items() if _tells_nothing_apart(group)}
+    if not plan:
+        return None
+    graph = given if in_place else _copy_of(given)
+    _add_agreement(graph, plan, settings.agree == "every", in_place)
+    graph.lint()
+    return graph
+
+
+def _plan_as_written(graph: Graph) -> dict[str, list[str]]:
+    """By group, the kinds of the collectives of a graph that could not be read."""
+    plan: dict[str, list[str]] = {}
+    for node in graph.nodes:
+        op = op_of(node)
+        form = op_info(op) if op is not None else None
+        if form is None or form.kind == "wait_tensor":
+            continue
+        group = form.named(node.args, node.kwargs).get("group_name")
+        if isinstance(group, str):
+            plan.setdefault(group, []).append(f"{form.kind} of a graph that was left as it is")
+    return plan
 
 
 class _TooMuch(Exception):
@@ -363,7 +426,8 @@ def _decide(
     _describe(p, own, about)
     about.seconds_before, about.peak_before = own.before.total, own.peak_before
     about.launches_before = own.before.launches
-    bound = lower_bound(p)
+    may_share = _bucket_keys(p, settings, costs, Optimization(), pack)[0] if settings.bucket else {}
+    bound = lower_bound(p, may_share)
     about.hidden_before = hidden_share(p, own.before.total, bound)
     about.seconds, about.peak = about.seconds_before, about.peak_before
     about.launches, about.hidden = about.launches_before, about.hidden_before
@@ -412,7 +476,7 @@ def _decide(
             raise _TooMuch
     about.peak = held
     about.seconds, about.launches = plan.timing.total, plan.timing.launches
-    about.hidden = hidden_share(p, plan.timing.total, lower_bound(p) if simplified else bound)
+    about.hidden = hidden_share(p, plan.timing.total, lower_bound(p, keys) if simplified else bound)
     check_rewrite(
         given,
         graph,
@@ -497,8 +561,9 @@ def _bucket_keys(
     sizes: dict[int, float] = {}
     why_not: dict[tuple[str, str], int] = {}
     output = p.nodes[-1]
+    written = _written(p)
     for i, c in p.collectives.items():
-        key, why = bucket_key(c, same)
+        key, why = bucket_key(c, same, written)
         if key is not None and not pack and is_packed([c]):
             key, why = None, "copying into and out of one message takes more memory than there is"
         if key is not None and output in c.node.users:
@@ -519,6 +584,25 @@ def _bucket_keys(
         counts[key] = counts.get(key, 0) + 1
     alone = {i for i, key in keys.items() if counts[key] == 1}
     return {i: k for i, k in keys.items() if i not in alone}, sizes
+
+
+def _written(p: Problem) -> set[int]:
+    """The storages that some computation writes after they are made."""
+    found: set[int] = set()
+    for node in p.nodes:
+        op = op_of(node)
+        if op is None or not op._schema.is_mutable or op_info(op) is not None:
+            continue
+        arguments = dict(zip((a.name for a in op._schema.arguments), node.args, strict=False))
+        arguments.update(node.kwargs)
+        for a in op._schema.arguments:
+            if a.alias_info is None or not a.alias_info.is_write:
+                continue
+            given = arguments.get(a.name)
+            for n in given if isinstance(given, list | tuple) else [given]:
+                if isinstance(n, Node):
+                    found.update(t.untyped_storage()._cdata for t in tensors_in(value_of(n)))
+    return found
 
 
 def _describe(p: Problem, plan: Plan, about: Optimization) -> None:
@@ -561,24 +645,32 @@ def _describe(p: Problem, plan: Plan, about: Optimization) -> None:
         about.done.append(f"{ahead} of {len(p.collectives)} collectives have more to run beside")
 
 
-def _add_agreement(graph: Graph, about: Optimization, every: bool, in_place: bool) -> None:
+def _add_agreement(
+    graph: Graph, launches: _agreement.Launches, every: bool, in_place: bool
+) -> None:
     """Has the ranks compare their plans before the first collective."""
-    plan = _agreement.pack_plan(about.plan)
+    plan = _agreement.pack_plan(launches)
+    # Which graph it is counts where groups compare by their store; else one text for one graph.
+    by_group = every and all(has_cpu(group) for group in launches)
+    number = "" if by_group else uuid.uuid4().hex[:16]
     first = next(n for n in graph.nodes if _is_collective(n))
     with graph.inserting_before(first):
         if in_place:
             tensor = first.all_input_nodes[0]
             op = torch.ops.c10d_ext_optimizer.agree_before_.default
-            node = graph.call_function(op, (tensor, plan, every))
+            node = graph.call_function(op, (tensor, plan, every, number))
         else:
             op = torch.ops.c10d_ext_optimizer.agree.default
-            node = graph.call_function(op, (plan, every))
+            node = graph.call_function(op, (plan, every, number))
     node.meta["val"] = None
 
 
 def _tells_nothing_apart(group: str) -> bool:
     """Whether a group takes one collective for another, instead of raising."""
-    return has_cpu(group) and not is_fake(group) and not sums_in_rank_order(group)
+    try:
+        return not is_fake(group) and not sums_in_rank_order(group) and group_size(group) > 1
+    except ValueError:
+        return False  # an unknown group, which its first collective will say
 
 
 def _is_collective(node: Node) -> bool:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from torch_c10d_ext.optimizer._bounds import lower_bound
 from torch_c10d_ext.optimizer._memory import Budget, peak_of
 from torch_c10d_ext.optimizer._problem import Problem
 from torch_c10d_ext.optimizer._schedule import Policy, Scheduler, Step, longest_paths
+from torch_c10d_ext.optimizer._search import Search
 from torch_c10d_ext.optimizer._simulate import Timing, simulate
 
 # What is less of a gain is none, and what is within it of the best time is as good.
@@ -16,7 +18,13 @@ TOLERANCE = 0.002
 # Nodes that are placed, over all schedules that are tried; a search goes on up to there.
 _WORK = 24_000
 
-_SEEDS = 24
+_SEEDS = 8
+
+# Nodes of the largest graph that local search is tried on, and nodes that it places.
+_SEARCHED = 4_000
+_IMPROVING = 600_000
+_PER_NODE = 3_000
+
 # Nodes that are placed without a search.
 _MUCH = 80_000
 _HEAVY = 3
@@ -104,6 +112,8 @@ def choose_plan(
         seed += 1
         base = search.best.policy or Policy()
         search.consider([Policy(base.by_path, base.bucket, seed)])
+    if len(p.nodes) <= _SEARCHED:
+        search.improve(keys, sizes, cap)
     return replace(search.best, tried=search.tried, work=search.work)
 
 
@@ -140,6 +150,22 @@ class _Search:
             peak = peak_of(self.p, _flat(order, len(self.p.nodes)))
             if peak <= self.limit:  # a bucket may take more than its members
                 self._take(policy, order, simulate(self.p, order), peak)
+
+    def improve(self, keys: Mapping[int, Hashable], sizes: Mapping[int, float], cap: float) -> None:
+        """Local search from the best schedule."""
+        enough = lower_bound(self.p, keys) * (1 + TOLERANCE)
+        if self.best.timing.total <= enough:
+            return
+        search = Search(self.p, keys, sizes, cap, self.limit)
+        policy = self.best.policy or Policy()
+
+        def take(order: list[Step]) -> None:
+            peak = peak_of(self.p, _flat(order, len(self.p.nodes)))
+            self._take(policy, order, simulate(self.p, order), peak)
+
+        work = min(_IMPROVING, _PER_NODE * len(self.p.nodes))
+        search.improve(self.best.order, self.best.timing.total, enough, work, take)
+        self.work += search.work
 
     def _run(self, policy: Policy, budget: Budget | None) -> list[Step]:
         self.tried += 1

@@ -265,7 +265,9 @@ class _Reader:
         self.lent.update(dict.fromkeys(sources, i))
         self._keep_behind_fence(i, follows)
         costs = self.costs
-        sent = costs.bytes_of([value_of(n) for n in collective.inputs])
+        # Where a result is written to sends nothing, but for what is both.
+        out = node.kwargs.get("out")
+        sent = costs.bytes_of([value_of(n) for n in collective.inputs if n is not out])
         wire = wire_bytes(form.kind, collective.ranks, sent, costs.bytes_of(value))
         link = costs.link_of(collective.group)
         p.sent[i] = link.seconds(form.kind, collective.ranks, wire)

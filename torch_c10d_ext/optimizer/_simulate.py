@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch_c10d_ext.optimizer._problem import Problem
-from torch_c10d_ext.optimizer._schedule import Step, longest_paths
+from torch_c10d_ext.optimizer._schedule import Step
 
 
 @dataclass(frozen=True)
@@ -66,55 +65,6 @@ def simulate(p: Problem, order: Sequence[Step]) -> Timing:
 def serial_seconds(p: Problem) -> float:
     """How long the graph takes where nothing runs beside anything else."""
     return sum(p.seconds) + sum(p.sent.values())
-
-
-def lower_bound(p: Problem) -> float:
-    """No order takes less, whatever launches are merged.
-
-    The longest path; and for the computation, and each link, what the best preemptive schedule of
-    its nodes alone takes, each of them coming when its longest path from the start allows, and
-    followed by its longest path to the end (Jackson's schedule; Carlier 1982). A latency counts on
-    paths, and on a link not at all, as a launch may have any number of collectives.
-    """
-    tails = longest_paths(p)
-    heads = [0.0] * len(p.nodes)
-    for i, follows in enumerate(p.follows):
-        for j in follows:
-            done = heads[j] + p.sent.get(j, p.seconds[j])
-            if heads[i] < done:
-                heads[i] = done
-    machines: list[list[tuple[float, float, float]]] = [[] for _ in range(1 + len(p.lanes))]
-    for i in range(len(p.nodes)):
-        if i in p.collectives:
-            moved = p.sent[i] - p.latency[i]
-            machines[1 + p.lane[i]].append((heads[i], moved, tails[i] - moved))
-        elif p.seconds[i]:
-            machines[0].append((heads[i], p.seconds[i], tails[i] - p.seconds[i]))
-    return max([max(tails, default=0.0), *(_one_machine(tasks) for tasks in machines)])
-
-
-def _one_machine(tasks: list[tuple[float, float, float]]) -> float:
-    """The least time of tasks (head, duration, tail) on one machine, if they may be interrupted."""
-    tasks.sort()
-    waiting: list[list[float]] = []  # by the longest tail: [-tail, what is left]
-    now = end = 0.0
-    k = 0
-    while k < len(tasks) or waiting:
-        if not waiting:
-            now = max(now, tasks[k][0])
-        while k < len(tasks) and tasks[k][0] <= now:
-            heapq.heappush(waiting, [-tasks[k][2], tasks[k][1]])
-            k += 1
-        tail, left = waiting[0]
-        until = tasks[k][0] if k < len(tasks) else float("inf")
-        if now + left <= until:
-            heapq.heappop(waiting)
-            now += left
-            end = max(end, now - tail)
-        else:
-            waiting[0][1] -= until - now
-            now = until
-    return end
 
 
 def hidden_share(p: Problem, total: float, bound: float) -> float:
