@@ -8,9 +8,10 @@ scattered as soon as it is there, and waited for at once.
 
 Expected output:
 
-    step 6,166.0 -> 3,879.8 us, hidden 0% -> 92%, launches 16 -> 16
+    step 6,166.0 -> 3,859.8 us, hidden 0% -> 95%, launches 16 -> 15
     peak 71,303,168 -> 72,351,744 bytes
-    done: 16 of 16 collectives have more to run beside
+    done: 2 all_gather_into_tensor of group '0' in 1 launches
+    done: 15 of 16 collectives have more to run beside
 """
 
 import sys

@@ -192,6 +192,7 @@ def _waits_for_another(disable: bool) -> tuple[str, list[float]]:
         os.environ["TORCH_C10D_EXT_SHM_DISABLE"] = "1"
     _C.start_tally(dist.Backend.backend_list)
     group = dist.new_group(backend="shm")
+    os.environ.pop("TORCH_C10D_EXT_SHM_DISABLE", None)
     name = backend_of(group)
     store = dist.distributed_c10d._get_default_store()
     x = torch.ones(4)

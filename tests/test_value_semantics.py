@@ -20,7 +20,7 @@ import torch_c10d_ext
 import torch_c10d_ext.distributed as ours
 import torch_c10d_ext.functional as F
 from tests.harness import run
-from tests.harness.flight import in_flight, quick_store
+from tests.harness.flight import Gate, in_flight, quick_store
 from tests.harness.worker import FALLBACK
 
 Call = Callable[[Tensor], Any]
@@ -263,6 +263,53 @@ def _chain() -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_calls_in_flight_on_one_tensor_follow_each_other(size: int) -> None:
     run(size, _chain, backend="shm")
+
+
+def _moves(in_part: bool) -> None:
+    """A tensor moves when it is written while a snapshot has its memory, which goes with that.
+
+    Rank 0 calls all at once; the others join the first call, and the later ones when rank 0 has
+    its result, and other values in the memory that nobody has any more.
+    """
+    n, rank = dist.get_world_size(), dist.get_rank()
+    ops, name = torch.ops.c10d_ext, dist.group.WORLD.group_name
+    count = 1 << 20  # more than is taken along at the call
+    gate = Gate(f"moves/{in_part}", quick_store())
+    x = torch.arange(float(n * count)) + rank
+    total = sum(torch.arange(float(n * count)) + r for r in range(n))
+
+    first = F.all_reduce(x, "sum", None)
+    gate.wait()
+    if in_part:
+        own = x[rank * count : (rank + 1) * count]
+        ops.all_gather_into_tensor_out(own, n, name, out=x)
+    else:
+        gathered = torch.empty(n * n * count)
+        works = [
+            dist.all_gather(list(gathered.chunk(n)), x, async_op=True),
+            dist.all_reduce(x, async_op=True),
+        ]
+    assert torch.equal(first.wait(), total)
+    junk = [torch.full_like(x, -1.0) for _ in range(4)]
+    gate.open()
+    if in_part:
+        F.wait_tensor(x)
+        parts = [torch.arange(float(r * count), (r + 1) * count) + r for r in range(n)]
+        assert torch.equal(x, torch.cat(parts))
+    else:
+        for work in works:
+            work.wait()
+        parts = [torch.arange(float(n * count)) + r for r in range(n)]
+        assert torch.equal(gathered, torch.cat(parts))
+        assert torch.equal(x, total)
+    assert all(t[0] == -1 for t in junk)
+
+
+# gloo's two threads keep no order between calls on one tensor.
+@pytest.mark.parametrize("in_part", [True, False], ids=["part of the output", "c10d's"])
+def test_a_source_that_is_moved_is_read_where_it_was(in_part: bool) -> None:
+    run(2, _moves, in_part, backend="shm")
+    run(3, _moves, in_part, backend="shm")
 
 
 def _results_of_one_input() -> None:

@@ -137,6 +137,18 @@ bool can_share(const at::Tensor& source) {
                                  c10::impl::cow::is_cow_data_ptr(storage.data_ptr()));
 }
 
+bool may_move(const at::Tensor& t) {
+  return t.has_storage() && c10::impl::cow::is_cow_data_ptr(t.storage().data_ptr());
+}
+
+void settle_memory(at::TensorList tensors) {
+  for (const at::Tensor& t : tensors) {
+    if (C10_UNLIKELY(may_move(t))) {
+      t.storage().mutable_data();
+    }
+  }
+}
+
 at::Tensor snapshot_of(const at::Tensor& source) {
   if (!is_plain_cpu(source) || is_written(source)) {
     return source;

@@ -36,7 +36,7 @@ def strict_group(by: str, strict: str = "2") -> Iterator[Any]:
     finally:
         del os.environ[STRICT]
         os.environ.pop(DISABLE, None)
-    assert backend_of(group) == by
+    assert (served := backend_of(group)) == by, served
     try:
         yield group
     finally:

@@ -110,10 +110,18 @@ def _call(message: bytes) -> Any:
     os.ftruncate(1, 0)  # a report shows what this call printed
     module, qualname, args = pickle.loads(message)
     fn: Any = functools.reduce(getattr, qualname.split("."), importlib.import_module(module))
+    environment = dict(os.environ)
     try:
-        return fn(*args)
+        answer = fn(*args)
     finally:
         _forget_compiled_code()
+        changed = {name for name, _ in environment.items() ^ os.environ.items()}
+        for name in changed:
+            os.environ.pop(name, None)
+        os.environ.update((name, environment[name]) for name in changed & environment.keys())
+    # The next function runs in this process, too.
+    assert not changed, f"{qualname} left the environment changed: {sorted(changed)}"
+    return answer
 
 
 def _answer(fn: Any) -> bytes:

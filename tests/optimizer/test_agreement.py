@@ -17,7 +17,7 @@ from tests.optimizer.graphs import Builder, aten
 from torch_c10d_ext import Compute, Link
 from torch_c10d_ext.errors import CollectiveMismatch, CollectiveTimeout
 from torch_c10d_ext.optimizer import Settings, find_deadlock, optimize_and_report
-from torch_c10d_ext.optimizer._agreement import compare, exchange_by_store, pack_plan, unpack_plan
+from torch_c10d_ext.optimizer._agreement import Register, compare, pack_plan, unpack_plan
 
 DEADLINE = 20.0
 
@@ -146,20 +146,55 @@ def test_stores_carry_the_comparison() -> None:
     plans = [["a", "b"], ["a", "b"], ["a", "c"]]
 
     def meet(rank: int) -> None:
-        compare(plans[rank], rank, exchange_by_store(store, rank, 3, "plan", DEADLINE), "(here)")
+        Register(store, rank, 3, "plan").run(plans[rank], True, DEADLINE, "(here)", "g")
 
     began = time.monotonic()
     errors = _in_threads(3, meet)
     assert all(isinstance(error, CollectiveMismatch) for error in errors)
     assert "as number 1 of the graph: ranks 0, 1: b; rank 2: c (here)" in str(errors[0])
+    assert errors[0].ranks == [2] and errors[0].seq == 1 and errors[0].group == "g"
     assert time.monotonic() - began < DEADLINE / 2
 
 
-def test_a_rank_that_never_comes_is_named() -> None:
+def test_a_rank_whose_graph_is_new_hears_of_ranks_that_do_not_wait() -> None:
     store = dist.HashStore()
-    exchange = exchange_by_store(store, 0, 2, "plan", 0.2, "(rank 0/2, group 'g')")
+    new, old = (Register(store, rank, 2, "plan") for rank in range(2))
+    for register in (old, new):
+        register.run(["a"], False, DEADLINE)
+    # The other rank is a few runs ahead, as collectives may return before all have come to them.
+    for lines in (["b"], ["c"], ["b"]):
+        old.run(lines, False, DEADLINE)
+    new.run(["b"], True, DEADLINE)
+    with pytest.raises(CollectiveMismatch, match="number 0 of the graph: rank 0: b; rank 1: c"):
+        new.run(["b"], True, DEADLINE)
+    with pytest.raises(CollectiveMismatch, match="rank 0: b, b; rank 1: nothing more") as caught:
+        new.run(["b", "b, b"], True, DEADLINE)
+    assert caught.value.seq == 1
+
+
+def test_every_divergence_is_named_by_the_store() -> None:
+    rng = random.Random(9)
+    store = dist.HashStore()
+    for number in range(200):
+        plan = _random_plan(rng)
+        other, first = _diverged(rng, plan)
+        odd = rng.randrange(3)
+        plans = [other if rank == odd else plan for rank in range(3)]
+        registers = [Register(store, rank, 3, str(number)) for rank in range(3)]
+        for register, lines in zip(registers[1:], plans[1:], strict=True):
+            register.run(lines, False, DEADLINE)
+        if other == plan:
+            registers[0].run(plans[0], True, DEADLINE)
+            continue
+        with pytest.raises(CollectiveMismatch, match=f"as number {first} of the graph") as caught:
+            registers[0].run(plans[0], True, DEADLINE)
+        assert caught.value.ranks == ([odd] if odd else [1, 2])
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    register = Register(dist.HashStore(), 0, 2, "plan")
     with pytest.raises(CollectiveTimeout, match="got none of rank 1 \\(rank 0/2, group 'g'\\)"):
-        compare(["a"], 0, exchange)
+        register.run(["a"], True, 0.2, "(rank 0/2, group 'g')")
 
 
 # --- offline -------------------------------------------------------------------------------------
@@ -274,3 +309,39 @@ def test_a_rank_whose_graph_stays_takes_part(agree: str, understood: bool) -> No
             assert "as number 1 of the graph" in text and "nothing more" in text
         else:
             assert "as number 0 of the graph" in text and "left as it is" in text
+
+
+def _recompiled() -> list[str]:
+    """A rank compiles a graph again that the others know; then one of other collectives."""
+    group = str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+    settings = Settings.of(
+        None,
+        None,
+        link=Link(5e-6, 1e9, shared="w"),
+        compute=Compute(1e10, 1e10),
+        agree="first",
+        bucket=False,
+    )
+    x = torch.ones(64, 64)
+    found = []
+    program, about = optimize_and_report(_graph(["sum", "max", "min"], group), settings)
+    assert about.changed
+    for _ in range(3):
+        program(x)
+    if dist.get_rank() == 1:
+        program, about = optimize_and_report(_graph(["sum", "max", "min"], group), settings)
+    found.append(str(program(x)[0][0, 0].item()))
+    # Both ranks have something new, which one of them has seen in another graph.
+    order = ["sum", "max", "min"] if dist.get_rank() == 0 else ["sum", "min", "max"]
+    program, about = optimize_and_report(_graph(order, group), settings)
+    try:
+        program(x)
+    except CollectiveMismatch as error:
+        found.append(str(error))
+    return found
+
+
+def test_a_rank_that_was_recompiled_alone_goes_on() -> None:
+    for rank, (value, text) in enumerate(run(2, _recompiled, backend="gloo")):
+        assert value == str(2 * 64.0)
+        assert "as number 1 of the graph" in text and f"(rank {rank}/2, group '" in text

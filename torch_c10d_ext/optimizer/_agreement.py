@@ -38,6 +38,11 @@ Launches = Mapping[str, Sequence[str]]
 Exchange = Callable[[bytes], list[bytes]]
 
 _LINE = 512  # bytes of a launch's description in an error
+_NOTHING = "nothing more"
+
+# Of how many runs a rank says in the store which plan it ran, and bytes of a plan's name there.
+_REMEMBERED = 16
+_NAME = 8
 
 
 def pack_plan(launches: Launches) -> str:
@@ -72,22 +77,22 @@ def compare(
     seen = exchange(_digest(lines))
     if len(set(seen)) == 1:
         return
-    counts = [int.from_bytes(each[32:], "little") for each in seen]
-    longest = max(counts)
-    marks = b"".join(hashlib.sha256(line.encode()).digest()[:16] for line in lines)
-    everyone = exchange(marks.ljust(16 * longest, b"\0"))
-    first = 0
-    while first < longest:
-        at = {m[16 * first : 16 * first + 16] for m in everyone}
-        if len(at) > 1 or any(count <= first for count in counts):
-            break
-        first += 1
-    line = lines[first] if first < len(lines) else "nothing more"
+    longest = max(int.from_bytes(each[32:], "little") for each in seen)
+    marks = exchange(_marks(lines).ljust(16 * longest, b"\0"))
+    first = next(k for k in range(longest) if len({_mark(m, k) for m in marks}) > 1)
+    line = lines[first] if first < len(lines) else _NOTHING
     texts = [
         text.rstrip(b"\0").decode(errors="replace")
         for text in exchange(line.encode()[:_LINE].ljust(_LINE, b"\0"))
     ]
-    apart = [r for r in range(len(texts)) if _mark(everyone, r, first) != _mark(everyone, 0, first)]
+    apart = [r for r, m in enumerate(marks) if _mark(m, first) != _mark(marks[0], first)]
+    raise _mismatch(first, texts, apart, rank, where, group)
+
+
+def _mismatch(
+    first: int, texts: Sequence[str], apart: list[int], rank: int, where: str, group: str
+) -> CollectiveMismatch:
+    """What is raised where launch number ``first`` is not the same on all ranks."""
     by_text: dict[str, list[int]] = {}
     for r, text in enumerate(texts):
         by_text.setdefault(text, []).append(r)
@@ -95,11 +100,11 @@ def compare(
         f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {text}"
         for text, ranks in by_text.items()
     )
-    raise CollectiveMismatch(
+    return CollectiveMismatch(
         "optimize: the ranks of a group must start the same collectives in the same order, got "
         f"as number {first} of the graph: {said} {where}".rstrip(),
         ranks=apart,
-        op=line.split("(")[0],
+        op=texts[rank].split("(")[0],
         seq=first,
         group=group,
     )
@@ -109,8 +114,12 @@ def _digest(lines: Sequence[str]) -> bytes:
     return hashlib.sha256("\n".join(lines).encode()).digest() + len(lines).to_bytes(8, "little")
 
 
-def _mark(marks: Sequence[bytes], rank: int, line: int) -> bytes:
-    return marks[rank][16 * line : 16 * line + 16]
+def _marks(lines: Sequence[str]) -> bytes:
+    return b"".join(hashlib.sha256(line.encode()).digest()[:16] for line in lines)
+
+
+def _mark(marks: bytes, line: int) -> bytes:
+    return marks[16 * line : 16 * line + 16]
 
 
 # --- exchanges -----------------------------------------------------------------------------------
@@ -129,67 +138,112 @@ def exchange_by_collective(group: str) -> Exchange:
     return exchange
 
 
-def exchange_by_store(
-    store: Any, rank: int, size: int, name: str, timeout: float, where: str = ""
-) -> Exchange:
-    """By a store, which hears of no collective: for groups that cannot tell them apart.
+class Register:
+    """Which plan each rank of a group runs, in a store: for groups that take one collective for
+    another, and for those without CPU tensors.
 
-    Raises:
-        CollectiveTimeout: a rank gave nothing in time.
+    Whether a graph is new differs between ranks: a compiler was called again on one, or knew the
+    graph on another. So every rank says of every run what it is about to do, which takes a few
+    microseconds, and only ranks whose graph is new wait for what the others say.
     """
-    rounds = [0]
 
-    def exchange(data: bytes) -> list[bytes]:
-        rounds[0] += 1
-        prefix = f"{name}/{rounds[0]}"
-        store.set(f"{prefix}/{rank}", data)
+    def __init__(self, store: Any, rank: int, size: int, name: str) -> None:
+        self.store, self.rank, self.size, self.name = store, rank, size, name
+        self.runs = 0
+        self._recent = b""
+        self._given: set[bytes] = set()
+
+    def run(
+        self, lines: Sequence[str], wait: bool, timeout: float, where: str = "", group: str = ""
+    ) -> None:
+        """Says what the next run is, and compares it with the others'.
+
+        Args:
+            lines: this rank's launches in the group.
+            wait: whether this rank waits for the others and compares.
+            timeout: seconds for that.
+            where: the end of errors.
+            group: its name, for errors.
+
+        Raises:
+            CollectiveMismatch: as :func:`compare`.
+            CollectiveTimeout: a rank did not come to this run in time.
+        """
+        mine = hashlib.sha256("\n".join(lines).encode()).digest()[:_NAME]
+        if mine not in self._given:
+            # Before its name is, so that who finds the name finds the text.
+            self.store.set(f"{self.name}/plan/{mine.hex()}", pack_plan({"": lines}))
+            self._given.add(mine)
+        self.runs += 1
+        self._recent = (self._recent + mine)[-_REMEMBERED * _NAME :]
+        said = self.runs.to_bytes(8, "little") + self._recent
+        self.store.set(f"{self.name}/rank/{self.rank}", said)
+        if not wait:
+            return
+        names = [
+            mine if r == self.rank else self._name_of(r, mine, timeout, where)
+            for r in range(self.size)
+        ]
+        if len(set(names)) == 1:
+            return
+        plans = [self._lines_of(name) for name in names]
+        longest = max(map(len, plans))
+        rows = ([p[k] if k < len(p) else _NOTHING for p in plans] for k in range(longest))
+        first, texts = next((k, row) for k, row in enumerate(rows) if len(set(row)) > 1)
+        apart = [r for r, text in enumerate(texts) if text != texts[0]]
+        raise _mismatch(first, [t[:_LINE] for t in texts], apart, self.rank, where, group)
+
+    def _name_of(self, rank: int, mine: bytes, timeout: float, where: str) -> bytes:
+        """The name of the plan that another rank runs as this run."""
         deadline = time.monotonic() + timeout
         pause = 0.0005
-        found: list[bytes] = []
-        while len(found) < size:
-            key = f"{prefix}/{len(found)}"
+        key = f"{self.name}/rank/{rank}"
+        while True:
             # Not wait(): it would keep the store from every other thread.
-            if store.check([key]):
-                found.append(bytes(store.get(key)))
-                continue
+            if self.store.check([key]):
+                said = bytes(self.store.get(key))
+                ahead = int.from_bytes(said[:8], "little") - self.runs
+                recent = [said[k : k + _NAME] for k in range(8, len(said), _NAME)]
+                if 0 <= ahead < len(recent):
+                    return recent[-1 - ahead]
+                if ahead > 0:
+                    return mine  # so long ago that nobody remembers, and nothing stopped it since
             if time.monotonic() > deadline:
                 raise CollectiveTimeout(
                     f"optimize: every rank must compare its plan within {timeout:g} s, got none "
-                    f"of rank {len(found)} {where}".rstrip(),
-                    ranks=[len(found)],
+                    f"of rank {rank} {where}".rstrip(),
+                    ranks=[rank],
                     op="optimize",
                 )
             time.sleep(pause)
             pause = min(0.05, pause * 1.5)
-        return found
 
-    return exchange
+    def _lines_of(self, name: bytes) -> list[str]:
+        text = bytes(self.store.get(f"{self.name}/plan/{name.hex()}")).decode()
+        return unpack_plan(text)[""]
 
 
 # --- when a graph runs ---------------------------------------------------------------------------
 
 _lock = threading.Lock()
-# By plan: the groups that agreed on it. And by group: how many plans were compared there.
+# By plan, and by graph: the groups that agreed on it.
 _agreed: dict[str, list[Any]] = {}
-_compared: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_registers: weakref.WeakKeyDictionary[Any, Register] = weakref.WeakKeyDictionary()
 
 
-def agree(plan: str, every: bool) -> None:
+def agree(plan: str, every: bool, graph: str) -> None:
     """Compares a plan with the other ranks'.
 
     Args:
         plan: see :func:`pack_plan`.
         every: at every run; else only at the first one with these groups.
+        graph: tells graphs of one plan apart, where groups compare by their store.
     """
     launches = unpack_plan(plan)
     # In the order of the names, which all ranks share, so that no two ranks wait for each other.
     names = sorted(launches)
     groups = [process_group(name) for name in names]
-    with _lock:
-        known = _agreed.get(plan, ())
-    first = len(known) != len(groups) or any(
-        ref() is not pg for ref, pg in zip(known, groups, strict=False)
-    )
+    known_plan, known_graph = _is_known(plan, groups), _is_known(graph + plan, groups)
     for name, pg in zip(names, groups, strict=True):
         if pg.size() == 1 or is_fake(name):
             continue
@@ -197,18 +251,33 @@ def agree(plan: str, every: bool) -> None:
         if has_cpu(name) and (every or sums_in_rank_order(name)):
             # By the group itself: a rank whose plan is new to it, as its compiler was called once
             # more, then meets those who run one that they know.
-            if (every or first) and not _all_alike(plan, name, pg.size()):
+            if (every or not known_plan) and not _all_alike(plan, name, pg.size()):
                 compare(launches[name], pg.rank(), exchange_by_collective(name), where, name)
-        elif first:
-            with _lock:
-                number = _compared[pg] = _compared.get(pg, 0) + 1
-            key = f"c10d_ext/plan/{name}/{number}"
-            store, timeout = group_store(name), group_timeout(name)
-            exchange = exchange_by_store(store, pg.rank(), pg.size(), key, timeout, where)
-            compare(launches[name], pg.rank(), exchange, where, name)
-    if first:
-        with _lock:
-            _agreed[plan] = [weakref.ref(pg) for pg in groups]
+        else:
+            # Not by what the rank knows of the plan: it may come from another graph, while other
+            # ranks have none like it, and wait.
+            timeout = group_timeout(name)
+            _register(pg, name).run(launches[name], not known_graph, timeout, where, name)
+    with _lock:
+        for key, known in ((plan, known_plan), (graph + plan, known_graph)):
+            if not known:
+                _agreed[key] = [weakref.ref(pg) for pg in groups]
+
+
+def _is_known(key: str, groups: Sequence[Any]) -> bool:
+    with _lock:
+        known = _agreed.get(key, ())
+    return len(known) == len(groups) and all(
+        ref() is pg for ref, pg in zip(known, groups, strict=True)
+    )
+
+
+def _register(pg: Any, name: str) -> Register:
+    with _lock:
+        if pg not in _registers:
+            key = f"c10d_ext/optimizer/{name}"
+            _registers[pg] = Register(group_store(name), pg.rank(), pg.size(), key)
+        return _registers[pg]
 
 
 @functools.lru_cache(maxsize=256)
@@ -231,20 +300,20 @@ def _all_alike(plan: str, name: str, ranks: int) -> bool:
 
 
 _library = torch.library.Library("c10d_ext_optimizer", "DEF")
-_library.define("agree(str plan, bool every) -> ()")
-_library.define("agree_before_(Tensor(a!) tensor, str plan, bool every) -> ()")
+_library.define("agree(str plan, bool every, str graph) -> ()")
+_library.define("agree_before_(Tensor(a!) tensor, str plan, bool every, str graph) -> ()")
 
 
-def _agree_before(tensor: Tensor, plan: str, every: bool) -> None:
+def _agree_before(tensor: Tensor, plan: str, every: bool, graph: str) -> None:
     # The tensor is left as it is: that it may be written keeps compilers from moving the call
     # behind the collective that reads it.
-    agree(plan, every)
+    agree(plan, every, graph)
 
 
-def _fake_agree(plan: str, every: bool) -> None: ...
+def _fake_agree(plan: str, every: bool, graph: str) -> None: ...
 
 
-def _fake_agree_before(tensor: Tensor, plan: str, every: bool) -> None: ...
+def _fake_agree_before(tensor: Tensor, plan: str, every: bool, graph: str) -> None: ...
 
 
 _library.impl("agree", agree, "CompositeExplicitAutograd")

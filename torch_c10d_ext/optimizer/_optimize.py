@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import logging
+import uuid
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from torch_c10d_ext._groups import (
     group_name,
     group_rank,
     group_size,
+    has_cpu,
     is_fake,
     process_group,
     sums_in_rank_order,
@@ -648,15 +650,18 @@ def _add_agreement(
 ) -> None:
     """Has the ranks compare their plans before the first collective."""
     plan = _agreement.pack_plan(launches)
+    # Which graph it is counts where groups compare by their store; else one text for one graph.
+    by_group = every and all(has_cpu(group) for group in launches)
+    number = "" if by_group else uuid.uuid4().hex[:16]
     first = next(n for n in graph.nodes if _is_collective(n))
     with graph.inserting_before(first):
         if in_place:
             tensor = first.all_input_nodes[0]
             op = torch.ops.c10d_ext_optimizer.agree_before_.default
-            node = graph.call_function(op, (tensor, plan, every))
+            node = graph.call_function(op, (tensor, plan, every, number))
         else:
             op = torch.ops.c10d_ext_optimizer.agree.default
-            node = graph.call_function(op, (plan, every))
+            node = graph.call_function(op, (plan, every, number))
     node.meta["val"] = None
 
 

@@ -400,13 +400,25 @@ void ShmBackend::post(const Group& group, const CollectiveRequest& request) {
   attach(request.op, group, outs, work, std::move(finish), &tell_when_settled);
 }
 
+// Who calls leaves the sources alone until the end, but for collectives that follow this one: they
+// may move a source that has a snapshot, whose end is not this one's.
 ShmBackend::WorkPtr ShmBackend::run(const MethodCall& call, const CollectiveRequest& request) {
-  return start(Call::of(call), request, request.sources);
+  const at::TensorList sources = request.sources;
+  if (call.async && C10_UNLIKELY(std::any_of(sources.begin(), sources.end(), may_move))) {
+    settle_memory(request.outs);
+    Tensors kept = sources.vec();
+    std::transform(kept.begin(), kept.end(), kept.begin(), [](const at::Tensor& source) {
+      return may_move(source) ? snapshot_of(source) : source;
+    });
+    return start(Call::of(call), request, kept);
+  }
+  return start(Call::of(call), request, sources);
 }
 
 ShmBackend::WorkPtr ShmBackend::start(const Call& call, const CollectiveRequest& request,
                                       at::TensorList sources) {
   const at::TensorList outs = request.outs;
+  settle_memory(outs);  // sources may be parts of them
   switch (request.type) {
     case OpType::AllReduce:
       return all_reduce(call, sources, outs, *request.reduction);
