@@ -153,7 +153,7 @@ def test_inductor_reuses_nothing_in_flight(name: str) -> None:
     run(2, _nothing_in_flight_is_reused, name, True, deadline=INDUCTOR_DEADLINE)
 
 
-# What a backend in Python can serve: torch has no hooks for the other verbs.
+# What a backend in Python can serve: torch has no hooks for the other collectives.
 _DELAYED = (
     "all_reduce",
     "all_reduce_",

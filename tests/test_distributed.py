@@ -23,15 +23,15 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_c10d_ext
 import torch_c10d_ext.distributed as ours
+from tests.backends.dist_ops import BY_NAME, DIST_OPS, How, inputs_of
 from tests.backends.test_shm import check, lays_out
-from tests.backends.verbs import BY_NAME, VERBS, How, inputs_of
 from tests.contract import Report, calls_in, verify
 from tests.harness import run, values
 from tests.test_messages import open_blocks_are_closed
 
 BACKENDS = ("gloo", "shm")
 # Point to point: test_messages.py.
-COLLECTIVES = [v for v in VERBS if "isend" not in v.name]
+COLLECTIVES = [v for v in DIST_OPS if "isend" not in v.name]
 OURS = sorted(
     name
     for name, f in vars(ours).items()
@@ -76,17 +76,17 @@ def test_signature_is_torchs(name: str) -> None:
 
 def _reduces_and_moves() -> Any:
     n, report, turns = dist.get_world_size(), Report(), itertools.count()
-    for verb, dtype in itertools.product(COLLECTIVES, values.DTYPES):
-        ops = values.meanings(dtype) if verb.reduces else ("sum",)
+    for collective, dtype in itertools.product(COLLECTIVES, values.DTYPES):
+        ops = values.meanings(dtype) if collective.reduces else ("sum",)
         for op in ops:
             turn = next(turns)
             # Every op with every dtype on all_reduce, a share of the pairs on the others.
-            if verb.reduces and verb.name != "all_reduce" and turn % 4:
+            if collective.reduces and collective.name != "all_reduce" and turn % 4:
                 continue
             factors = values.factors(dtype) if op == "premul_sum" else (None,)
             for factor in (f for f in factors if not isinstance(f, complex)):
                 how = How(op, factor, root=turn % n, async_op=turn % 2 == 0, api=ours)
-                check(report, f"{verb} {dtype} {op} {factor}", verb, (7, 3), dtype, how)
+                check(report, f"{collective} {dtype} {op} {factor}", collective, (7, 3), dtype, how)
     return report.result()
 
 
@@ -659,7 +659,7 @@ def _refused_at_the_call() -> None:
                 work.wait()
 
 
-def _errors_name_the_verb() -> None:
+def _errors_name_the_collective() -> None:
     """What the user called, whichever op it becomes, in flight or to its end."""
     n, rank = dist.get_world_size(), dist.get_rank()
     name = dist.group.WORLD.group_name
@@ -697,8 +697,8 @@ def _errors_name_the_verb() -> None:
 
 
 @pytest.mark.parametrize("size", (1, 2))
-def test_errors_name_the_verb(size: int) -> None:
-    run(size, _errors_name_the_verb)
+def test_errors_name_the_collective(size: int) -> None:
+    run(size, _errors_name_the_collective)
 
 
 def test_what_a_block_refuses() -> None:
@@ -752,10 +752,10 @@ def test_every_collective_is_traced_below() -> None:
 
 
 def _program(name: str, how: How) -> Callable[[list[Tensor], list[Tensor]], list[Tensor]]:
-    verb = BY_NAME[name]
+    collective = BY_NAME[name]
 
     def program(xs: list[Tensor], outs: list[Tensor]) -> list[Tensor]:
-        work = verb.call(xs, outs, how)
+        work = collective.call(xs, outs, how)
         between = [x * 2 for x in xs]
         if work is not None:
             work.wait()
@@ -765,12 +765,12 @@ def _program(name: str, how: How) -> Callable[[list[Tensor], list[Tensor]], list
 
 
 def _tensors(name: str, how: How) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    n, rank, verb = dist.get_world_size(), dist.get_rank(), BY_NAME[name]
-    world = inputs_of(verb, n, (6, 3), torch.float32, how)
+    n, rank, collective = dist.get_world_size(), dist.get_rank(), BY_NAME[name]
+    world = inputs_of(collective, n, (6, 3), torch.float32, how)
     xs = [x.clone() for x in world[rank]]
-    shapes = verb.outputs(n, rank, (6, 3), how.root)
-    outs = xs if verb.inplace else [torch.zeros(shape) for shape in shapes]
-    return xs, outs, verb.reference(world, how)[rank]
+    shapes = collective.outputs(n, rank, (6, 3), how.root)
+    outs = xs if collective.inplace else [torch.zeros(shape) for shape in shapes]
+    return xs, outs, collective.reference(world, how)[rank]
 
 
 def _captured(gm: torch.fx.GraphModule, inputs: Any) -> Any:

@@ -375,7 +375,7 @@ def _uses_gloo_where_memory_cannot_be_shared() -> list[str]:
     with Log() as log, switched(**odd):
         groups = [dist.new_group(backend="gloo", timeout=TIMEOUT) for _ in range(2)]
     for group in groups:
-        # gloo itself, not shm's verbs over it.
+        # gloo itself, not shm's collectives over it.
         assert type(group._get_backend(CPU)) is dist.ProcessGroupGloo
         assert (backend_of(group), dist.get_backend(group)) == ("gloo", "gloo")
         assert group._get_backend(CPU).options.global_ranks_in_group == [0, 1]

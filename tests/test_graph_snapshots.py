@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import torch_c10d_ext.distributed as ours
-from tests.backends.verbs import BY_NAME, VERBS, How, inputs_of
+from tests.backends.dist_ops import BY_NAME, DIST_OPS, How, inputs_of
 from tests.harness import run
 
-COLLECTIVES = [verb.name for verb in VERBS if "isend" not in verb.name]
+COLLECTIVES = [collective.name for collective in DIST_OPS if "isend" not in collective.name]
 
 
 _WRAP: Any = {"subsequent_indent": "    ", "break_long_words": False, "break_on_hyphens": False}
@@ -65,14 +65,14 @@ def _graphs() -> dict[str, str]:
         elif name == "barriers":
             torch.compile(_barriers, backend=backend, fullgraph=True)(torch.ones(2))
         else:
-            verb = BY_NAME[name.removesuffix(" async")]
+            collective = BY_NAME[name.removesuffix(" async")]
             how = How(root=1, async_op=name.endswith("async"), api=ours)
-            xs = inputs_of(verb, n, (2, 3), torch.float32, how)[rank]
-            shapes = verb.outputs(n, rank, (2, 3), how.root)
-            outs = xs if verb.inplace else [torch.zeros(shape) for shape in shapes]
+            xs = inputs_of(collective, n, (2, 3), torch.float32, how)[rank]
+            shapes = collective.outputs(n, rank, (2, 3), how.root)
+            outs = xs if collective.inplace else [torch.zeros(shape) for shape in shapes]
 
             def program(xs: list[Tensor], outs: list[Tensor], how: How = how) -> list[Tensor]:
-                work = verb.call(xs, outs, how)  # noqa: B023
+                work = collective.call(xs, outs, how)  # noqa: B023
                 between = [x * 2 for x in xs]
                 if work is not None:
                     work.wait()

@@ -17,12 +17,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import torch_c10d_ext
 import torch_c10d_ext.distributed as ours
-from tests.backends.verbs import BY_NAME, VERBS, How, inputs_of
+from tests.backends.dist_ops import BY_NAME, DIST_OPS, How, inputs_of
 from tests.contract import Report, calls_in, verify
 from tests.harness import run, values
 from torch_c10d_ext import _dynamo
 
-COLLECTIVES = [verb.name for verb in VERBS if "isend" not in verb.name]
+COLLECTIVES = [collective.name for collective in DIST_OPS if "isend" not in collective.name]
 DEADLINE = 30.0
 
 
@@ -51,7 +51,7 @@ def _fails(function: Callable[..., Any], *args: Any) -> bool:
 # --- every collective ----------------------------------------------------------------------------
 
 
-# Not torch.distributed by that name, which the verbs call with eager means.
+# Not torch.distributed by that name, which the collectives call with eager means.
 _HOWS = [How(root=1, async_op=async_op, api=c10d) for async_op in (False, True)]
 
 
@@ -61,12 +61,12 @@ def _every_collective() -> Any:
     calls = [(name, how) for how in _HOWS for name in COLLECTIVES]
     tensors = []
     for name, how in calls:
-        verb = BY_NAME[name]
-        world = inputs_of(verb, n, (6, 3), torch.float32, how)
+        collective = BY_NAME[name]
+        world = inputs_of(collective, n, (6, 3), torch.float32, how)
         xs = [x.clone() for x in world[rank]]
-        shapes = verb.outputs(n, rank, (6, 3), how.root)
-        outs = xs if verb.inplace else [torch.zeros(shape) for shape in shapes]
-        tensors.append((xs, outs, verb.reference(world, how)[rank]))
+        shapes = collective.outputs(n, rank, (6, 3), how.root)
+        outs = xs if collective.inplace else [torch.zeros(shape) for shape in shapes]
+        tensors.append((xs, outs, collective.reference(world, how)[rank]))
 
     def program(tensors: list[Any]) -> list[list[Tensor]]:
         results = []

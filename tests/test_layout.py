@@ -178,6 +178,18 @@ def test_long_files_have_a_reason() -> None:
     none(sorted(long))
 
 
+def test_works_of_ours_are_request_works() -> None:
+    """State, error, future, timing and the wait are written once, in work/request_work.h."""
+    derives = re.compile(r"^class \S+(?: final)? : public c10d::Work\b", re.MULTILINE)
+    found = [
+        str(path.relative_to(CSRC))
+        for folder in LAYERS
+        for path in sources_of(folder)
+        if derives.search(path.read_text())
+    ]
+    assert found == ["work/request_work.h"]
+
+
 @pytest.mark.parametrize("stem", STEMS)
 def test_schemas_are_variants_of_the_stem(stem: str) -> None:
     declared = schemas(ROOT / "csrc" / "ops" / f"{stem}.cpp")

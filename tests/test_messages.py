@@ -26,7 +26,7 @@ from tests.optimizer.graphs import join_fake_world
 from torch_c10d_ext import functional
 
 BACKENDS = ("gloo", "shm")
-# shm's verbs over gloo, too, where ranks cannot share memory.
+# shm's collectives over gloo, too, where ranks cannot share memory.
 EVERYWHERE = (*BACKENDS, FALLBACK)
 SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (5,), (2, 3))
 # A message that never comes ends a test, not the machine's patience.

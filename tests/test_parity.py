@@ -17,12 +17,12 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 import torch_c10d_ext.distributed as ours
-from tests.backends.verbs import VERBS, How, inputs_of
+from tests.backends.dist_ops import DIST_OPS, How, inputs_of
 from tests.contract import Report, verify
 from tests.harness import run, values
 
 BACKENDS = ("gloo", "shm")
-COLLECTIVES = [v for v in VERBS if "isend" not in v.name]
+COLLECTIVES = [v for v in DIST_OPS if "isend" not in v.name]
 POINT_TO_POINT = {"send", "recv", "isend", "irecv", "batch_isend_irecv", "P2POp"}
 
 # The functions of torch.distributed that communicate, and where below each is compared.
@@ -89,21 +89,25 @@ if torch.__version__ < "2.12":
 def _results(api: Any) -> dict[str, list[Tensor]]:
     """What every collective gives on this rank."""
     n, rank, results = dist.get_world_size(), dist.get_rank(), {}
-    verbs = [v for v in COLLECTIVES if v.name not in _NOT_ON_GLOO or dist.get_backend() != "gloo"]
-    for turn, (verb, dtype, async_op) in enumerate(
-        itertools.product(verbs, (torch.float32, torch.int64), (False, True))
+    collectives = [
+        v for v in COLLECTIVES if v.name not in _NOT_ON_GLOO or dist.get_backend() != "gloo"
+    ]
+    for turn, (collective, dtype, async_op) in enumerate(
+        itertools.product(collectives, (torch.float32, torch.int64), (False, True))
     ):
-        for op in ("sum", "max") if verb.reduces else ("sum",):
+        for op in ("sum", "max") if collective.reduces else ("sum",):
             how = How(op, root=turn % n, async_op=async_op, api=api)
-            xs = [x.clone() for x in inputs_of(verb, n, (4, 3), dtype, how)[rank]]
-            shapes = verb.outputs(n, rank, (4, 3), how.root)
-            outs = xs if verb.inplace else [torch.zeros(shape, dtype=dtype) for shape in shapes]
-            name = f"{verb} {dtype} {op} {async_op}"
-            work = verb.call(xs, outs, how)
+            xs = [x.clone() for x in inputs_of(collective, n, (4, 3), dtype, how)[rank]]
+            shapes = collective.outputs(n, rank, (4, 3), how.root)
+            outs = (
+                xs if collective.inplace else [torch.zeros(shape, dtype=dtype) for shape in shapes]
+            )
+            name = f"{collective} {dtype} {op} {async_op}"
+            work = collective.call(xs, outs, how)
             if work is not None:
                 work.wait()
             # What torch leaves in a buffer that a rank only sends from is nobody's business.
-            results[name] = outs if verb.name != "reduce" or rank == how.root else []
+            results[name] = outs if collective.name != "reduce" or rank == how.root else []
     for name, objects in _objects(api).items():
         results[name] = [torch.tensor(list(str(objects).encode()))]
     assert api.barrier() is None

@@ -15,29 +15,29 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_c10d_ext
 import torch_c10d_ext.distributed as ours
 import torch_c10d_ext.functional as F
+from tests.backends.dist_ops import DIST_OPS, How
 from tests.backends.test_shm import check
-from tests.backends.verbs import VERBS, How
 from tests.contract import Report, verify
 from tests.harness import run
 from tests.harness.python_group import PythonGroup
 from torch_c10d_ext import _C
 
-COLLECTIVES = [v for v in VERBS if "isend" not in v.name]
+COLLECTIVES = [v for v in DIST_OPS if "isend" not in v.name]
 DEADLINE = 30.0
 
 
 def _every_collective() -> Any:
     n, report = dist.get_world_size(), Report()
     assert isinstance(dist.group.WORLD, PythonGroup)
-    for turn, verb in enumerate(COLLECTIVES):
+    for turn, collective in enumerate(COLLECTIVES):
         for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.complex64, torch.bool):
-            for op in ("sum", "product", "avg", "bxor") if verb.reduces else ("sum",):
+            for op in ("sum", "product", "avg", "bxor") if collective.reduces else ("sum",):
                 if (op == "avg") > dtype.is_floating_point or (
                     op == "bxor" and (dtype.is_floating_point or dtype.is_complex)
                 ):
                     continue
                 how = How(op, None, root=turn % n, async_op=turn % 2 == 0, api=ours)
-                check(report, f"{verb} {dtype} {op}", verb, (5, 3), dtype, how)
+                check(report, f"{collective} {dtype} {op}", collective, (5, 3), dtype, how)
     called = set(dist.group.WORLD.calls)
     report.expect(f"{called}", n > 1 and not called <= {"allreduce", "broadcast", "alltoall_base"})
     report.expect("in flight", torch_c10d_ext.pending_count() != 0)
@@ -45,7 +45,7 @@ def _every_collective() -> Any:
 
 
 @pytest.mark.parametrize("size", (1, 2, 3))
-def test_every_collective_is_made_of_three_verbs(size: int) -> None:
+def test_every_collective_is_made_of_three_collectives(size: int) -> None:
     verify(size, _every_collective, backend="python")
 
 

@@ -22,7 +22,7 @@ DEADLINE = 900.0
 # engine_test, which is where races would be; descriptors and memory are handled by the others.
 SHORT = {
     "address": ("agreement_test", "bootstrap_test", "fuzz_lines_test"),
-    "thread": ("engine_test", "lifelines_test"),
+    "thread": ("engine_test", "death_sockets_test"),
 }
 
 

@@ -37,7 +37,7 @@ using std::chrono::milliseconds;
 constexpr char kKey[] = "lines";
 constexpr uint32_t kHello = 1;
 constexpr uint32_t kWelcome = 2;
-constexpr uint32_t kLifeline = 3;
+constexpr uint32_t kDeathSocket = 3;
 // Of what strangers may say before they are known.
 constexpr size_t kShort = 1024;
 constexpr size_t kMostStrangers = 1024;
@@ -328,7 +328,7 @@ Connections gather_lines(const KeyValueStore& store, const Place& place, const M
       Connection line = std::move(strangers[i]);
       strangers[i] = Connection();
       try {
-        const bool known = hello && (hello->kind == kHello || hello->kind == kLifeline);
+        const bool known = hello && (hello->kind == kHello || hello->kind == kDeathSocket);
         if (!known || !is_same_secret(hello->words.text(), token)) {
           continue;  // not one of this group
         }
@@ -338,7 +338,7 @@ Connections gather_lines(const KeyValueStore& store, const Place& place, const M
         }
         const auto rank = static_cast<size_t>(said);
         // A rank that tries once more means the later one.
-        if (hello->kind == kLifeline) {
+        if (hello->kind == kDeathSocket) {
           star.death_sockets[rank] = line.take_socket();
         } else {
           star.members[rank] = take_member(hello->words);
@@ -407,30 +407,30 @@ Connections join_lines(const KeyValueStore& store, const Place& place, const Mem
   std::string token;
   int port = 0;
   where >> token >> port;
-  Payload hello, lifeline_of;
+  Payload hello, death_hello;
   hello.put(token).put(place.rank);
   put(hello, self);
-  lifeline_of.put(token).put(place.rank);
+  death_hello.put(token).put(place.rank);
 
   std::ostringstream tried;
   std::string text;
   while (where >> text) {
     const auto address = parse(text, port);
-    Connection line, lifeline;
+    Connection line, death_socket;
     std::string why = address ? reach(*address, deadline, line) : "not an address";
     if (why.empty()) {
-      why = reach(*address, deadline, lifeline);
+      why = reach(*address, deadline, death_socket);
     }
     if (why.empty()) {
       line.say(kHello, hello);
-      lifeline.say(kLifeline, lifeline_of);
+      death_socket.say(kDeathSocket, death_hello);
       // Rank 0 answers when the last rank is there. Somebody else there would hang up, or not know
       // what this is about.
       auto welcome = await(line, deadline, size_t{1} << 20);
       if (welcome && welcome->kind == kWelcome) {
         Connections star;
         star.lines.push_back(std::move(line));
-        star.death_sockets.push_back(lifeline.take_socket());
+        star.death_sockets.push_back(death_socket.take_socket());
         for (int rank = 0; rank < place.size; ++rank) {
           star.members.push_back(take_member(welcome->words));
         }

@@ -1,26 +1,26 @@
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Work.hpp>
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <exception>
 #include <memory>
 #include <mutex>
+#include <string_view>
 #include <utility>
 #include <vector>
 
+#include "work/request_work.h"
+
 namespace c10d_ext {
 
-// All the works of a coalescing block, at least one.
-class CoalescedWork final : public c10d::Work {
+// All the works of a coalescing block, at least one. It is settled once somebody has found that all
+// of them are over.
+class CoalescedWork final : public RequestWork {
  public:
   CoalescedWork(std::vector<c10::intrusive_ptr<c10d::Work>> works, int rank)
-      : c10d::Work(rank, c10d::OpType::COALESCED), works_(std::move(works)) {}
+      : RequestWork(rank, c10d::OpType::COALESCED, own_), works_(std::move(works)) {}
 
-  bool isCompleted() override {
-    return std::all_of(works_.begin(), works_.end(), [](auto& w) { return w->isCompleted(); });
-  }
   bool isSuccess() const override {
     return std::all_of(works_.begin(), works_.end(), [](auto& w) { return w->isSuccess(); });
   }
@@ -31,15 +31,6 @@ class CoalescedWork final : public c10d::Work {
       }
     }
     return nullptr;
-  }
-  bool wait(std::chrono::milliseconds timeout) override {
-    for (const auto& work : works_) {
-      work->wait(timeout);
-    }
-    return true;
-  }
-  void synchronize() override {
-    wait(kNoTimeout);
   }
   void abort() override {
     works_.front()->abort();
@@ -53,24 +44,25 @@ class CoalescedWork final : public c10d::Work {
     return all;
   }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    std::lock_guard lock(mutex_);
-    if (!future_) {
-      future_ =
-          c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    const auto future = own_.future(
+        op(),
+        [] {
+          return c10::make_intrusive<c10::ivalue::Future>(
+              c10::ListType::create(c10::TensorType::get()));
+        },
+        [this] { return c10::IValue(result()); });
+    if (!is_subscribed_.exchange(true)) {
+      const auto self = c10::intrusive_ptr<CoalescedWork>::reclaim_copy(this);
       const auto remaining = std::make_shared<std::atomic<size_t>>(works_.size());
       for (const auto& work : works_) {
-        work->getFuture()->addCallback(
-            [remaining, all = future_, tensors = result()](c10::ivalue::Future& one) {
-              if (one.hasError()) {
-                all->setErrorIfNeeded(one.exception_ptr());
-              }
-              if (remaining->fetch_sub(1) == 1 && !all->completed()) {
-                all->markCompleted(c10::IValue(tensors));
-              }
-            });
+        work->getFuture()->addCallback([self, remaining](c10::ivalue::Future& /*one*/) {
+          if (remaining->fetch_sub(1) == 1) {
+            self->settle();
+          }
+        });
       }
     }
-    return future_;
+    return future;
   }
   uint64_t getSequencenumber() const override {
     return works_.front()->getSequencenumber();
@@ -83,9 +75,35 @@ class CoalescedWork final : public c10d::Work {
     return sum;
   }
 
+ protected:
+  bool poll() override {
+    const bool over =
+        std::all_of(works_.begin(), works_.end(), [](auto& w) { return w->isCompleted(); });
+    if (over) {
+      settle();
+    }
+    return over;
+  }
+  void await(std::chrono::milliseconds timeout) override {
+    for (const auto& work : works_) {
+      work->wait(timeout);
+    }
+    settle();
+  }
+  std::string_view op() const override {
+    return "coalescing";
+  }
+
  private:
+  void settle() {
+    if (own_.claim()) {
+      own_.settle(exception(), op(), [this] { return c10::IValue(result()); });
+    }
+  }
+
   const std::vector<c10::intrusive_ptr<c10d::Work>> works_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;  // guarded by mutex_
+  std::atomic<bool> is_subscribed_{false};
+  WorkState own_;
 };
 
 }  // namespace c10d_ext

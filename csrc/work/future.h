@@ -32,7 +32,9 @@ pybind11::class_<W, c10::intrusive_ptr<W>, c10d::Work> bind_work(pybind11::modul
             without_gil([&] { future = work.getFuture(); });
             return interruptible(std::move(future));
           },
-          "The future of the output tensors; Ctrl-C ends its wait.");
+          "The future of the output tensors; Ctrl-C ends its wait.")
+      .def("_get_sequence_number", &W::getSequencenumber,
+           "The number of the collective, or of the message, among those of its group.");
 }
 
 }  // namespace c10d_ext

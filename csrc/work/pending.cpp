@@ -22,6 +22,7 @@
 #include "base/gil.h"
 #include "base/memory.h"
 #include "base/sync_scope.h"
+#include "work/coalesced.h"
 #include "work/device_completion.h"
 #include "work/future.h"
 #include "work/left_alone.h"
@@ -191,6 +192,19 @@ Finish then(Finish first, Finish second) {
     first();
     second();
   };
+}
+
+std::exception_ptr run_finish(const Finish& finish) noexcept {
+  if (!finish) {
+    return nullptr;
+  }
+  try {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    finish();
+  } catch (...) {
+    return std::current_exception();
+  }
+  return nullptr;
 }
 
 bool subscribe_to_future(c10d::Work& work, std::function<void(std::exception_ptr)> over) {
@@ -369,9 +383,9 @@ c10::intrusive_ptr<c10d::Work> work_behind(const at::Tensor& t) {
 }
 
 void bind_works(pybind11::module_& m) {
-  bind_work<PendingWork>(m, "Work").def(
-      "_get_sequence_number", &PendingWork::getSequencenumber,
-      "The number of the collective, or of the message, among those of its group.");
+  bind_work<PendingWork>(m, "Work");
+  bind_work<SignalledWork>(m, "SignalledWork");
+  bind_work<CoalescedWork>(m, "CoalescedWork");
 }
 
 size_t pending_count() {

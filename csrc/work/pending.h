@@ -26,6 +26,8 @@ namespace c10d_ext {
 // collective, and on the waiting thread's current stream for a CUDA one.
 using Finish = std::function<void()>;
 Finish then(Finish first, Finish second);
+// Runs it, if there is one, and returns what it throws.
+std::exception_ptr run_finish(const Finish& finish) noexcept;
 
 // An exchange that a backend has begun, no work where it has nothing to do.
 struct Started {

@@ -6,10 +6,9 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include <cmath>
+#include <utility>
 
 #include "base/gil.h"
-#include "base/progress_handoff.h"
 
 namespace c10d_ext {
 
@@ -66,7 +65,7 @@ void PendingWork::enlist_message() {
   }
 }
 
-bool PendingWork::isCompleted() {
+bool PendingWork::poll() {
   const auto inner = running();
   if (inner == nullptr) {
     return true;
@@ -81,22 +80,16 @@ bool PendingWork::isCompleted() {
 }
 
 bool PendingWork::isSuccess() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return inner_ == nullptr ? error_ == nullptr : inner_->isSuccess();
+  const auto inner = running();
+  return inner == nullptr ? own_.error() == nullptr : inner->isSuccess();
 }
 
 std::exception_ptr PendingWork::exception() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return inner_ == nullptr ? error_ : inner_->exception();
+  const auto inner = running();
+  return inner == nullptr ? own_.error() : inner->exception();
 }
 
-bool PendingWork::wait(std::chrono::milliseconds timeout) {
-  complete_here(timeout);
-  report();
-  return true;
-}
-
-void PendingWork::complete_here(std::chrono::milliseconds timeout) {
+void PendingWork::await(std::chrono::milliseconds timeout) {
   keep_to_capture();
   if (const auto inner = running()) {
     std::exception_ptr error;
@@ -129,64 +122,47 @@ bool PendingWork::is_lost_capture() {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> PendingWork::getFuture() {
-  std::unique_lock<std::mutex> lock(mutex_);
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      inner_ == nullptr || subscribe_ == nullptr || subscribed_, text_.op(),
-      ": the work of the group's backend must have a future, got one without; use wait()",
-      text_.place());
-  if (!future_) {
-    std::vector<c10::Device> devices;
-    if (!cpu_) {
-      devices.push_back(outputs_.front().device());
-    }
-    future_ = c10::make_intrusive<c10::ivalue::Future>(
-        c10::ListType::create(c10::TensorType::get()), devices);
-    if (inner_ == nullptr) {
-      const auto future = future_;
-      lock.unlock();
-      settle(future);
-      return future;
-    }
-    if (is_message_ && cpu_) {
-      const auto self = PendingWorkPtr::reclaim_copy(this);
-      const auto inner = inner_;
-      const auto future = future_;
-      lock.unlock();
-      subscribe_to_future(*inner,
-                          [self](std::exception_ptr error) { self->complete(std::move(error)); });
-      return future;
-    }
-    if (!cpu_) {
-      const auto future = future_;
-      lock.unlock();
-      complete_on_device();
-      return future;
-    }
+  c10::intrusive_ptr<c10d::Work> inner;
+  bool is_first = false;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    inner = inner_;
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        inner == nullptr || subscribe_ == nullptr || subscribed_, text_.op(),
+        ": the work of the group's backend must have a future, got one without; use wait()",
+        text_.place());
+    is_first = !std::exchange(has_future_, true);
   }
-  return future_;
+  const auto future = own_.future(
+      text_.op(),
+      [this] {
+        std::vector<c10::Device> devices;
+        if (!cpu_) {
+          devices.push_back(device_);
+        }
+        return c10::make_intrusive<c10::ivalue::Future>(
+            c10::ListType::create(c10::TensorType::get()), devices);
+      },
+      [this] { return c10::IValue(result()); });
+  if (is_first && inner != nullptr && !cpu_) {
+    complete_on_device();
+  } else if (is_first && inner != nullptr && is_message_) {
+    const auto self = PendingWorkPtr::reclaim_copy(this);
+    subscribe_to_future(*inner,
+                        [self](std::exception_ptr error) { self->complete(std::move(error)); });
+  }
+  return future;
 }
 
 int PendingWork::sourceRank() const {
   const auto inner = running();
-  return static_cast<int>(source_rank_ >= 0 || !inner ? source_rank_.load() : inner->sourceRank());
-}
-
-uint64_t PendingWork::getSequencenumber() const {
-  TORCH_CHECK(sequence_number_ >= 0, text_.op(),
-              ": the backend must number what it does, got one that ", "does not", text_.place());
-  return sequence_number_;
+  return own_.source() >= 0 || !inner ? own_.source() : inner->sourceRank();
 }
 
 float PendingWork::getDuration() const {
-  if (const auto inner = running()) {
-    TORCH_CHECK(!begun_, text_.op(),
-                ": getDuration must be asked once the work is complete, got one ", "in flight",
-                text_.place());
-    return inner->getDuration();
-  }
-  TORCH_CHECK(!std::isnan(milliseconds_), text_.op(),
-              ": the backend must time what it does, got one ", "that does not", text_.place());
-  return milliseconds_;
+  const auto inner = running();
+  // The backend's work knows of its own.
+  return inner && !begun_ ? inner->getDuration() : RequestWork::getDuration();
 }
 
 bool PendingWork::hand_out() {
@@ -197,12 +173,12 @@ bool PendingWork::hand_out() {
 
 bool PendingWork::has_unreported_error() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  return error_ != nullptr && !reported_;
+  return inner_ == nullptr && own_.error() != nullptr && !reported_;
 }
 
 void PendingWork::note_sequence_number() {
   try {
-    sequence_number_ = static_cast<int64_t>(inner_->getSequencenumber());
+    own_.set_number(static_cast<int64_t>(inner_->getSequencenumber()));
   } catch (const std::exception&) {
     // It counts nothing.
   }
@@ -213,7 +189,7 @@ void PendingWork::report() {
   std::vector<at::Tensor> outputs;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    error = error_;
+    error = own_.error();
     if (error && !reported_) {
       reported_ = true;
       outputs = outputs_;
@@ -299,70 +275,53 @@ void PendingWork::complete(std::exception_ptr error) {
     return;
   }
   finish.swap(finish_);
-  if (!error && (finish || !cpu_)) {
+  if (!error) {
+    error = run_finish(finish);
+  }
+  if (!error && !cpu_) {
     try {
       at::AutoDispatchBelowADInplaceOrView below_autograd;
-      if (finish) {
-        finish();
-      }
-      if (!cpu_) {
-        note_completion();
-      }
+      note_completion();
     } catch (...) {
       error = std::current_exception();
     }
   }
   c10::intrusive_ptr<c10d::Work> inner;
-  c10::intrusive_ptr<c10::ivalue::Future> future;
   std::vector<at::Tensor> outputs;
+  bool is_awaited = false;
   {
     std::lock_guard<std::mutex> state(mutex_);
     inner.swap(inner_);
     writes_.clear();
-    error_ = error ? text_.described(error, number_of(*inner)) : nullptr;
-    if (timed_ && !error_) {
-      milliseconds_ = inner->getDuration();
-    } else if (begun_ && !error_) {
-      milliseconds_ = milliseconds_since(*begun_);
+    if (error) {
+      error = text_.described(error, number_of(*inner));
+    } else if (timed_) {
+      own_.set_milliseconds(inner->getDuration());
+    } else if (begun_) {
+      own_.set_milliseconds(milliseconds_since(*begun_));
     }
-    future = future_;
     if (is_message_) {
       --messages_in_flight;
-      if (!error_ && source_rank_ < 0 && retrieveOpType() == c10d::OpType::RECVANYSOURCE) {
-        source_rank_ = inner->sourceRank();
+      if (!error && own_.source() < 0 && retrieveOpType() == c10d::OpType::RECVANYSOURCE) {
+        own_.set_source(inner->sourceRank());
       }
     }
-    if (!error_) {
+    if (!error) {
       // Kept on failure, so that the storages stay known as the ones that never got their data.
       outputs = outputs_;
       // Of a caller's work result() and a later future have them.
-      if (!future_ && !begun_ && !handed_out_) {
+      if (!has_future_ && !begun_ && !handed_out_) {
         outputs_.clear();
       }
     }
+    is_awaited = own_.end(std::move(error));
   }
   lock.unlock();
   for (const auto& output : outputs) {
     WorkTable::get().remove(storage_of(output), this);
   }
-  if (future) {
-    settle(future);
-  }
-}
-
-void PendingWork::settle(const c10::intrusive_ptr<c10::ivalue::Future>& future) {
-  std::exception_ptr error;
-  std::vector<at::Tensor> outputs;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    error = error_;
-    outputs = outputs_;
-  }
-  const ProgressHandoff handoff;
-  if (error) {
-    future->setErrorIfNeeded(error);
-  } else if (!future->completed()) {
-    future->markCompleted(c10::IValue(outputs));
+  if (is_awaited) {
+    own_.tell(text_.op(), [this] { return c10::IValue(result()); });
   }
 }
 

@@ -7,7 +7,6 @@
 #include <atomic>
 #include <chrono>
 #include <exception>
-#include <limits>
 #include <mutex>
 #include <optional>
 #include <string_view>
@@ -18,6 +17,7 @@
 #include "base/memory.h"
 #include "work/device_completion.h"
 #include "work/pending.h"
+#include "work/request_work.h"
 #include "work/snapshot.h"
 #include "work/work_table.h"
 #include "work/work_text.h"
@@ -34,15 +34,13 @@ inline bool is_timed(Subscribe subscribe) {
   return tells_its_number(subscribe) && subscribe != &subscribe_to_future;
 }
 
-constexpr float kNotTimed = std::numeric_limits<float>::quiet_NaN();
-
 // A backend's work, plus what this rank still has to do when it completes.
-class PendingWork : public c10d::Work {
+class PendingWork final : public RequestWork {
  public:
   PendingWork(std::string_view op, const Group& group, at::TensorList outputs,
               c10::intrusive_ptr<c10d::Work> inner, Finish finish, Subscribe subscribe,
               bool is_message = false)
-      : c10d::Work(static_cast<int>(group.rank()), inner->retrieveOpType()),
+      : RequestWork(static_cast<int>(group.rank()), inner->retrieveOpType(), own_),
         is_message_(is_message),
         text_(op, is_message ? "message" : "collective", group),
         outputs_(aliases_of(outputs)),
@@ -63,7 +61,7 @@ class PendingWork : public c10d::Work {
               c10::intrusive_ptr<c10d::Work> inner, Finish finish, int64_t source, bool timed)
       : PendingWork(op, group, outputs, std::move(inner), std::move(finish), nullptr,
                     /*is_message=*/true) {
-    source_rank_ = source;
+    own_.set_source(static_cast<int>(source));
     timed_ = timed;
     note_sequence_number();
     ++messages_in_flight;
@@ -71,13 +69,15 @@ class PendingWork : public c10d::Work {
 
   // A collective of `op` that was over when its start returned.
   PendingWork(const WorkInfo& facts, at::TensorList outputs)
-      : c10d::Work(-1, facts.type),
+      : RequestWork(-1, facts.type, own_),
         text_("work"),
         outputs_(aliases_of(outputs)),
         cpu_(true),
-        subscribe_(nullptr),
-        sequence_number_(facts.number),
-        milliseconds_(facts.milliseconds) {}
+        subscribe_(nullptr) {
+    own_.set_number(facts.number);
+    own_.set_milliseconds(facts.milliseconds);
+    own_.end(nullptr);
+  }
 
   ~PendingWork() override {
     if (is_message_ && inner_ != nullptr) {
@@ -108,24 +108,18 @@ class PendingWork : public c10d::Work {
   // A message, which may be over, and then leaves nothing behind.
   void enlist_message();
 
-  bool isCompleted() override;
-
+  // Before it is settled the backend's work is asked.
   bool isSuccess() const override;
-
   std::exception_ptr exception() const override;
 
-  bool wait(std::chrono::milliseconds timeout) override;
-
   // A wait that leaves the collective's error to who waits for it.
-  void complete_here(std::chrono::milliseconds timeout);
+  void complete_here(std::chrono::milliseconds timeout) {
+    await(timeout);
+  }
 
   // One that was captured into a CUDA graph that this thread is no longer in. Nobody can wait for
   // it, nor ask for it, any more.
   bool is_lost_capture();
-
-  void synchronize() override {
-    wait(kNoTimeout);
-  }
 
   void abort() override {
     if (const auto inner = running()) {
@@ -143,8 +137,6 @@ class PendingWork : public c10d::Work {
   // The sender of a message, once it is there.
   int sourceRank() const override;
 
-  uint64_t getSequencenumber() const override;
-
   float getDuration() const override;
 
   // Somebody may ask for its result once it is over. False: it is, and has let go of it.
@@ -152,7 +144,7 @@ class PendingWork : public c10d::Work {
 
   // Once it is over.
   WorkInfo facts() const {
-    return {opType_, sequence_number_, milliseconds_};
+    return {opType_, own_.number(), own_.milliseconds()};
   }
 
   // In c10d's table of works, as far as is known here.
@@ -170,9 +162,21 @@ class PendingWork : public c10d::Work {
     return subscribed_;
   }
   bool is_done() const {
-    return running() == nullptr;
+    return own_.settled();
   }
   bool has_unreported_error() const;
+
+ protected:
+  bool poll() override;
+  void await(std::chrono::milliseconds timeout) override;
+  // Raises the error of a failed collective; whoever waits next finds nothing to wait for.
+  void report() override;
+  std::string_view op() const override {
+    return text_.op();
+  }
+  std::string place() const override {
+    return text_.place();
+  }
 
  private:
   void note_sequence_number();
@@ -181,9 +185,6 @@ class PendingWork : public c10d::Work {
     std::lock_guard<std::mutex> lock(mutex_);
     return inner_;
   }
-
-  // Raises the error of a failed collective; whoever waits next finds nothing to wait for.
-  void report();
 
   // For a future of which nobody may wait for the work: what is left to do is queued behind the
   // collective, on a stream of its own, so that the caller's goes on beside it.
@@ -203,21 +204,20 @@ class PendingWork : public c10d::Work {
   // Called when the backend's work is over, from whichever thread notices first.
   void complete(std::exception_ptr error);
 
-  void settle(const c10::intrusive_ptr<c10::ivalue::Future>& future);
-
   static inline std::atomic<size_t> messages_in_flight{0};
 
   const bool is_message_ = false;
   const WorkText text_;
-  // Guarded by mutex_: outputs_, inner_ (null once done), error_, reported_, handed_out_, future_.
+  WorkState own_;
+  // Guarded by mutex_: outputs_, inner_ (null once settled), reported_, handed_out_,
+  // has_future_.
   mutable std::mutex mutex_;
   std::vector<at::Tensor> outputs_;
   WritesInFlight writes_;
   c10::intrusive_ptr<c10d::Work> inner_;
-  std::exception_ptr error_;
   bool reported_ = false;
   bool handed_out_ = false;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  bool has_future_ = false;
   // Held while finish_ runs: whoever comes second returns only after it has. Guards completion_.
   std::mutex finish_mutex_;
   Finish finish_;
@@ -230,9 +230,6 @@ class PendingWork : public c10d::Work {
   std::optional<std::chrono::steady_clock::time_point> begun_;  // where it is timed here
   std::atomic<bool> subscribed_{false};
   std::atomic<bool> listed_{true};
-  std::atomic<int64_t> sequence_number_{-1};  // -1: not known
-  std::atomic<float> milliseconds_{kNotTimed};
-  std::atomic<int64_t> source_rank_{-1};
 };
 
 }  // namespace c10d_ext

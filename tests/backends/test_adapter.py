@@ -24,8 +24,8 @@ from torch.utils import cpp_extension
 import torch_c10d_ext
 import torch_c10d_ext.distributed as ours
 import torch_c10d_ext.functional as F
+from tests.backends.dist_ops import DIST_OPS, How
 from tests.backends.test_shm import check
-from tests.backends.verbs import VERBS, How
 from tests.contract import Report, verify
 from tests.harness import run
 from tests.native import build
@@ -35,7 +35,7 @@ from torch_c10d_ext.errors import CollectiveMismatch, InvalidArgument
 NAME = "c10d_ext_store_backend"
 TIMEOUT = dt.timedelta(seconds=60)
 CAN = ("allreduce", "all_to_all_single", "send", "recv")
-COLLECTIVES = [verb for verb in VERBS if "isend" not in verb.name]
+COLLECTIVES = [collective for collective in DIST_OPS if "isend" not in collective.name]
 
 
 @pytest.fixture(scope="module")
@@ -103,13 +103,15 @@ def _has_meaning(op: str, dtype: torch.dtype) -> bool:
 def _conforms(path: str, methods: tuple[str, ...]) -> Any:
     n, report = dist.get_world_size(), Report()
     with plugged_in(path, methods):
-        for turn, verb in enumerate(COLLECTIVES):
+        for turn, collective in enumerate(COLLECTIVES):
             for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.complex64, torch.bool):
-                for op in ("sum", "product", "avg", "max", "bxor") if verb.reduces else ("sum",):
+                for op in (
+                    ("sum", "product", "avg", "max", "bxor") if collective.reduces else ("sum",)
+                ):
                     if not _has_meaning(op, dtype):
                         continue
                     how = How(op, None, root=turn % n, async_op=turn % 2 == 0, api=ours)
-                    check(report, f"{verb} {dtype} {op}", verb, (5, 3), dtype, how)
+                    check(report, f"{collective} {dtype} {op}", collective, (5, 3), dtype, how)
         F.wait_tensor(F.barrier(torch.ones(1)))
         report.expect("in flight", torch_c10d_ext.pending_count() != 0)
     return report.result()
@@ -250,6 +252,27 @@ def _groups_of_a_checked_group(path: str) -> None:
 
 def test_groups_of_a_checked_group_are_checked_and_of_its_backend(plugin: str) -> None:
     run(3, _groups_of_a_checked_group, plugin)
+
+
+def _merges(path: str) -> None:
+    """Groups of some ranks become one of all, of the same backend and with the same checks."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    with plugged_in(path, CAN, "checked"):
+        parts = [dist.new_group(ranks, backend="checked") for ranks in ([0, 2], [1])]
+        store = dist.PrefixStore("merged", c10d._get_default_store())
+        merged = parts[rank % 2].merge_remote_group(store, n, TIMEOUT, "merged", "merged")
+        _is_checked_store(merged, n)
+        # The groups that it was made of go on.
+        x = torch.ones(2)
+        dist.all_reduce(x, group=parts[rank % 2])
+        assert torch.equal(x, torch.full((2,), float(2 - rank % 2)))
+        dist.barrier()
+        merged.shutdown()
+        dist.destroy_process_group(parts[rank % 2])
+
+
+def test_checked_groups_merge_into_a_checked_one(plugin: str) -> None:
+    run(3, _merges, plugin)
 
 
 def _cannot_split(path: str) -> None:

@@ -1,4 +1,4 @@
-"""The shm backend where one rank cannot share memory: the verbs of torch.distributed over gloo.
+"""The shm backend where one rank cannot share memory: torch.distributed's collectives over gloo.
 
 They are held to what test_shm.py asks of shm.
 """
@@ -19,7 +19,7 @@ import torch.distributed.distributed_c10d as c10d
 
 import torch_c10d_ext.distributed as ours
 from tests.backends import test_shm as shm
-from tests.backends.verbs import VERBS, How, all_gather_single, inputs_of
+from tests.backends.dist_ops import DIST_OPS, How, all_gather_single, inputs_of
 from tests.contract import verify
 from tests.harness import run, values
 from torch_c10d_ext import _C, functional
@@ -88,7 +88,7 @@ def _is_empty() -> None:
         ("refuses", 2),
     ],
 )
-def test_verbs(what: str, size: int) -> None:
+def test_dist_ops(what: str, size: int) -> None:
     verify(size, _conforms, what, backend="gloo")
 
 
@@ -149,7 +149,7 @@ def _mixed_lists() -> None:
 
 
 def _ours() -> None:
-    """This package's calls reach gloo past the verbs."""
+    """This package's calls reach gloo past c10d's methods."""
     n, rank = dist.get_world_size(), dist.get_rank()
     world = dist.group.WORLD
     with fallen_back() as group:
@@ -158,13 +158,15 @@ def _ours() -> None:
         assert torch.equal(functional.all_reduce(x, "sum", group), want)
         ours.all_reduce(x, group=group)
         assert torch.equal(x, want)
-        for verb in VERBS:
+        for collective in DIST_OPS:
             how = How(group=group, api=ours)
-            xs = inputs_of(verb, n, (3, 2), torch.float32, how)
-            outs = shm.fresh(verb, xs[rank], verb.outputs(n, rank, (3, 2), 0), torch.float32)
-            shm.call(verb, how, xs[rank], outs)
-            for out, right in zip(outs, verb.reference(xs, how)[rank], strict=True):
-                assert not (wrong := values.mismatch(out, right, ulps=4)), f"{verb}: {wrong}"
+            xs = inputs_of(collective, n, (3, 2), torch.float32, how)
+            outs = shm.fresh(
+                collective, xs[rank], collective.outputs(n, rank, (3, 2), 0), torch.float32
+            )
+            shm.call(collective, how, xs[rank], outs)
+            for out, right in zip(outs, collective.reference(xs, how)[rank], strict=True):
+                assert not (wrong := values.mismatch(out, right, ulps=4)), f"{collective}: {wrong}"
         ours.monitored_barrier(group, dt.timedelta(seconds=20), wait_all_ranks=True)
         ours.monitored_barrier(group)
         if rank == 0:
@@ -314,6 +316,12 @@ def _never_is_a_timeout() -> None:
             group.set_timeout(dt.timedelta(seconds=-1))
 
 
+def _merges() -> None:
+    with fallen_back():
+        os.environ["TORCH_C10D_EXT_SHM_DISABLE"] = "1"  # on all ranks: each part falls back
+        shm._merges()
+
+
 def _ends() -> None:
     with fallen_back() as group:
         backend = group._get_backend(CPU)
@@ -326,6 +334,6 @@ def _ends() -> None:
 def test_what_is_its_own(size: int) -> None:
     for fn in (
         *(_says_what_is_wrong, _mixed_lists, _ours, _ours_and_torchs_meet, _keeps_nan, _in_a_block),
-        *(_callbacks_may_wait, _times_out, _never_is_a_timeout, _ends),
+        *(_callbacks_may_wait, _times_out, _never_is_a_timeout, _merges, _ends),
     ):
         run(size, fn, backend="gloo")

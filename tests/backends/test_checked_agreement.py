@@ -20,7 +20,7 @@ def test_what_is_heard_over_lines_is_checked() -> None:
     assert output.endswith("tests passed\n")
 
 
-def test_lifelines() -> None:
-    output = build.run(build.build("lifelines_test", ["death_sockets", "process"]))
+def test_death_sockets() -> None:
+    output = build.run(build.build("death_sockets_test", ["death_sockets", "process"]))
     print(output)
     assert output.endswith("tests passed\n")

@@ -1,4 +1,4 @@
-"""Every verb of torch.distributed on the shm backend, against references in one process.
+"""Every collective of torch.distributed on the shm backend, against references in one process.
 
 Where gloo does the same thing right it passes the same checks, which shows that they ask of shm
 what torch means.
@@ -24,14 +24,14 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import torch_c10d_ext.distributed as ours
-from tests.backends.verbs import (
+from tests.backends.dist_ops import (
     BY_NAME,
+    DIST_OPS,
     REDUCE_OPS,
-    VERBS,
+    DistOp,
     How,
     Shape,
     Tensors,
-    Verb,
     all_gather_single,
     inputs_of,
     reduce_scatter_single,
@@ -53,7 +53,9 @@ with_gloo = pytest.mark.parametrize(
 SHAPES: tuple[Shape, ...] = ((3, 4), (0,), (1,), (5,), (3, 0, 2), (2, 3, 4), (1, 1, 1), ())
 
 
-def gloo_can(verb: Verb, dtype: torch.dtype = torch.float32, how: How | None = None) -> bool:
+def gloo_can(
+    collective: DistOp, dtype: torch.dtype = torch.float32, how: How | None = None
+) -> bool:
     """What gloo does right, on contiguous tensors."""
     # reduce leaves partial sums on the other ranks.
     wrong = {
@@ -63,45 +65,45 @@ def gloo_can(verb: Verb, dtype: torch.dtype = torch.float32, how: How | None = N
         "all_to_all",
         "all_to_all uneven",
     }
-    if verb.name in wrong or "stacked" in verb.name or "manager" in verb.name:
+    if collective.name in wrong or "stacked" in collective.name or "manager" in collective.name:
         return False
-    if how is not None and verb.reduces and how.reduce_op not in ("sum", "min", "max"):
+    if how is not None and collective.reduces and how.reduce_op not in ("sum", "min", "max"):
         return False
     return dtype in (torch.float32, torch.float64, torch.uint8, torch.int32, torch.int64)
 
 
-def call(verb: Verb, how: How, xs: Tensors, outs: Tensors) -> None:
-    work = verb.call(xs, outs, how)
+def call(collective: DistOp, how: How, xs: Tensors, outs: Tensors) -> None:
+    work = collective.call(xs, outs, how)
     for each in work if isinstance(work, list) else [work]:
         if each is not None:
             each.wait()
 
 
-def fresh(verb: Verb, xs: Tensors, shapes: list[Shape], dtype: torch.dtype) -> Tensors:
-    """Outputs for a call: the inputs of in-place verbs, patterned memory otherwise."""
-    if verb.inplace:
+def fresh(collective: DistOp, xs: Tensors, shapes: list[Shape], dtype: torch.dtype) -> Tensors:
+    """Outputs for a call: the inputs of in-place collectives, patterned memory otherwise."""
+    if collective.inplace:
         return [x.clone() for x in xs]
     return [values.empty_like(shape, dtype, "contiguous") for shape in shapes]
 
 
 def check(
-    report: Report, what: str, verb: Verb, shape: Shape, dtype: torch.dtype, how: How
+    report: Report, what: str, collective: DistOp, shape: Shape, dtype: torch.dtype, how: How
 ) -> None:
     """One call on contiguous tensors."""
     n, rank = dist.get_world_size(how.group), dist.get_rank(how.group)
     with report.attempt(what):
-        world = inputs_of(verb, n, shape, dtype, how)
-        want = verb.reference(world, how)[rank]
-        outs = fresh(verb, world[rank], verb.outputs(n, rank, shape, how.root), dtype)
+        world = inputs_of(collective, n, shape, dtype, how)
+        want = collective.reference(world, how)[rank]
+        outs = fresh(collective, world[rank], collective.outputs(n, rank, shape, how.root), dtype)
         xs = [x.clone() for x in world[rank]]
-        call(verb, how, xs, outs)
+        call(collective, how, xs, outs)
         # Among eight ranks the bits of the values do not fit the accumulator any more.
-        rounds = dtype in (*values.FLOATS, *values.COMPLEX) and verb.reduces
+        rounds = dtype in (*values.FLOATS, *values.COMPLEX) and collective.reduces
         exact = not rounds or (n <= 4 and values.exact(dtype, how.reduce_op, n))
         for part, (out, w) in enumerate(zip(outs, want, strict=True)):
             wrong = values.mismatch(out, w, bitwise=exact, ulps=4)
             report.expect(f"{what}, part {part}", wrong)
-            if verb.replicated:
+            if collective.replicated:
                 report.same_everywhere(f"{what}, part {part}", out)
         for x, given in zip(xs, world[rank], strict=True):
             report.expect(f"{what}: input changed", values.raw(x) != values.raw(given))
@@ -122,17 +124,24 @@ def kinds(dtype: torch.dtype) -> Iterator[tuple[str, Any]]:
 def reduces(backend: str) -> Any:
     n, report = dist.get_world_size(), Report()
     turn = itertools.count()
-    for verb, dtype in itertools.product(VERBS, values.DTYPES):
-        if not verb.reduces:
+    for collective, dtype in itertools.product(DIST_OPS, values.DTYPES):
+        if not collective.reduces:
             continue
         for op, factor in kinds(dtype):
             t = next(turn)
             how = How(op, factor, root=t % n, async_op=t % 2 == 0)
-            if backend == "gloo" and not gloo_can(verb, dtype, how):
+            if backend == "gloo" and not gloo_can(collective, dtype, how):
                 continue
             if n == 8 and t % 5:
                 continue
-            check(report, f"{verb} {dtype} {op} {factor} root {how.root}", verb, (7, 3), dtype, how)
+            check(
+                report,
+                f"{collective} {dtype} {op} {factor} root {how.root}",
+                collective,
+                (7, 3),
+                dtype,
+                how,
+            )
     return report.result()
 
 
@@ -144,11 +153,11 @@ def test_reduces_every_dtype_with_every_op(backend: str, size: int) -> None:
 def moves(backend: str) -> Any:
     n, report = dist.get_world_size(), Report()
     turn = itertools.count()
-    for verb, dtype in itertools.product(VERBS, values.DTYPES):
+    for collective, dtype in itertools.product(DIST_OPS, values.DTYPES):
         t = next(turn)
         how = How(root=t % n, async_op=t % 2 == 0)
-        if not verb.reduces and (backend == "shm" or gloo_can(verb, dtype)):
-            check(report, f"{verb} {dtype} root {how.root}", verb, (7, 3), dtype, how)
+        if not collective.reduces and (backend == "shm" or gloo_can(collective, dtype)):
+            check(report, f"{collective} {dtype} root {how.root}", collective, (7, 3), dtype, how)
     return report.result()
 
 
@@ -252,24 +261,24 @@ def _layout(names: tuple[str, ...], index: int, shape: Shape, dtype: torch.dtype
     return possible[index % len(possible)]
 
 
-def lays_out(verbs: Sequence[Verb] = VERBS, api: Any = dist) -> Any:
+def lays_out(collectives: Sequence[DistOp] = DIST_OPS, api: Any = dist) -> Any:
     """Shapes and strides of all kinds, different on the ranks and between inputs and outputs."""
     n, rank, report = dist.get_world_size(), dist.get_rank(), Report()
     turns = itertools.count()
-    for verb, shape, _ in itertools.product(verbs, SHAPES, range(4 if n < 8 else 1)):
-        if not shape and not verb.scalars:
+    for collective, shape, _ in itertools.product(collectives, SHAPES, range(4 if n < 8 else 1)):
+        if not shape and not collective.scalars:
             continue
         turn = next(turns)
         dtype = (torch.float32, torch.complex64, torch.bfloat16)[turn % 3]
         how = How(root=turn % n, async_op=turn % 2 == 0, api=api)
-        what = f"{verb} shape {shape} {dtype} turn {turn}"
+        what = f"{collective} shape {shape} {dtype} turn {turn}"
         with report.attempt(what):
             world = [
                 [
                     values.lay_out(
                         x,
                         _layout(
-                            OUTPUT_LAYOUTS if verb.inplace else INPUT_LAYOUTS,
+                            OUTPUT_LAYOUTS if collective.inplace else INPUT_LAYOUTS,
                             turn + r + i,
                             tuple(x.shape),
                             dtype,
@@ -277,26 +286,26 @@ def lays_out(verbs: Sequence[Verb] = VERBS, api: Any = dist) -> Any:
                     )
                     for i, x in enumerate(xs)
                 ]
-                for r, xs in enumerate(inputs_of(verb, n, shape, dtype, how))
+                for r, xs in enumerate(inputs_of(collective, n, shape, dtype, how))
             ]
             # The reference works on the values alone.
             plain = [[x.resolve_neg().clone() for x in xs] for xs in world]
-            want = verb.reference(plain, how)[rank]
+            want = collective.reference(plain, how)[rank]
             outs = [
                 values.empty_like(s, dtype, _layout(OUTPUT_LAYOUTS, turn + rank + i, s, dtype))
-                for i, s in enumerate(verb.outputs(n, rank, shape, how.root))
+                for i, s in enumerate(collective.outputs(n, rank, shape, how.root))
             ]
             xs = world[rank]
-            if verb.inplace:
+            if collective.inplace:
                 outs = xs
             around = [gaps(out) for out in outs]
             before = [values.memory(x) for x in xs]
-            call(verb, how, xs, outs)
+            call(collective, how, xs, outs)
             for i, (out, w) in enumerate(zip(outs, want, strict=True)):
                 where = f"{what}, part {i} {tuple(out.shape)} strides {out.stride()}"
                 report.expect(where, values.mismatch(out, w, bitwise=n <= 4, ulps=4))
                 report.expect(f"{where}: wrote between elements", gaps(out) != around[i])
-            if not verb.inplace:
+            if not collective.inplace:
                 report.expect(f"{what}: input changed", [values.memory(x) for x in xs] != before)
     return report.result()
 
@@ -319,36 +328,36 @@ def sweeps() -> Any:
     n, rank, report = dist.get_world_size(), dist.get_rank(), Report()
     # Small integers: sums are exact in every dtype and all ranks' parts are slices of this.
     base = torch.from_numpy(np.random.default_rng(9).integers(0, 13, LARGEST, dtype="uint8"))
-    verbs = [v for v in VERBS if "uneven" not in v.name and "stacked" not in v.name]
-    for verb, count in itertools.product(verbs, COUNTS):
+    collectives = [v for v in DIST_OPS if "uneven" not in v.name and "stacked" not in v.name]
+    for collective, count in itertools.product(collectives, COUNTS):
         how = How(root=count % n, async_op=count % 2 == 0)
         for dtype in (torch.uint8, torch.float32, torch.bfloat16):
             # `count` is the most that a rank passes or gets.
             most = max(
                 sum(s[0] for s in shapes(n, how.root, (1,), how.root))
-                for shapes in (verb.inputs, verb.outputs)
+                for shapes in (collective.inputs, collective.outputs)
             )
             each = max(1, count // most)
             if (count > (1 << 20) and dtype != torch.uint8) or (n > 4 and count > 1 << 18):
                 continue
-            what = f"{verb} {dtype} {each} elements each"
+            what = f"{collective} {dtype} {each} elements each"
             with report.attempt(what):
                 world = [
                     [
                         base[1009 * r + 77 * i : 1009 * r + 77 * i + s[0]].to(dtype)
-                        for i, s in enumerate(verb.inputs(n, r, (each,), how.root))
+                        for i, s in enumerate(collective.inputs(n, r, (each,), how.root))
                     ]
                     for r in range(n)
                 ]
-                shapes = verb.outputs(n, rank, (each,), how.root)
+                shapes = collective.outputs(n, rank, (each,), how.root)
                 xs = world[rank]
                 outs = (
                     [x.clone() for x in xs]
-                    if verb.inplace
+                    if collective.inplace
                     else [torch.full(s, 99).to(dtype) for s in shapes]
                 )
-                want = verb.reference(world, how)[rank]
-                call(verb, how, xs, outs)
+                want = collective.reference(world, how)[rank]
+                call(collective, how, xs, outs)
                 for out, w in zip(outs, want, strict=True):
                     report.expect(what, "" if torch.equal(out, w) else _differs(out, w))
     return report.result()
@@ -538,18 +547,20 @@ def _futures() -> None:
         failing = future.then(lambda f: f.no_such)
         with pytest.raises(RuntimeError, match="running the callback: AttributeError: .*no_such"):
             failing.wait()
-        for verb in (v for v in VERBS if " in a" not in v.name and "batch" not in v.name):
-            if verb.name == "all_reduce_coalesced":
+        for collective in (v for v in DIST_OPS if " in a" not in v.name and "batch" not in v.name):
+            if collective.name == "all_reduce_coalesced":
                 continue  # returns a future
             how = How(async_op=True, root=n - 1)
-            xs = inputs_of(verb, n, (5,), torch.float32, how)
-            outs = fresh(verb, xs[rank], verb.outputs(n, rank, (5,), how.root), torch.float32)
-            work = verb.call(xs[rank], outs, how)
+            xs = inputs_of(collective, n, (5,), torch.float32, how)
+            outs = fresh(
+                collective, xs[rank], collective.outputs(n, rank, (5,), how.root), torch.float32
+            )
+            work = collective.call(xs[rank], outs, how)
             arrives = work.get_future()
-            assert isinstance(arrives, _C.Future), verb
+            assert isinstance(arrives, _C.Future), collective
             arrives.wait()
-            for out, want in zip(outs, verb.reference(xs, how)[rank], strict=True):
-                assert not (wrong := values.mismatch(out, want, ulps=4)), f"{verb}: {wrong}"
+            for out, want in zip(outs, collective.reference(xs, how)[rank], strict=True):
+                assert not (wrong := values.mismatch(out, want, ulps=4)), f"{collective}: {wrong}"
             work.wait()
 
 
@@ -813,9 +824,9 @@ def _subgroups() -> None:
         with subgroup(ranks) as group:
             if rank not in ranks:
                 continue
-            for verb in VERBS:
+            for collective in DIST_OPS:
                 how = How(root=len(ranks) - 1, group=group)
-                check(report, f"{verb} in {ranks}", verb, (3, 2), torch.float32, how)
+                check(report, f"{collective} in {ranks}", collective, (3, 2), torch.float32, how)
         assert not report.failures, report.failures
 
 
@@ -989,9 +1000,32 @@ def _shrinks() -> None:
     dist.barrier()
 
 
+def _merges() -> None:
+    """Two groups of some ranks become one of all."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    parts = [dist.new_group(list(range(first, n, 2)), backend="shm") for first in (0, 1)]
+    whole, part = dist.new_group(backend="shm"), parts[rank % 2]
+    name = f"merged {whole.group_name}"
+    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    merged = part.merge_remote_group(store, n, dt.timedelta(seconds=30), name, name)
+    assert type(merged._get_backend(CPU)) is type(whole._get_backend(CPU))
+    x = torch.full((3,), rank + 1.0)
+    merged.allreduce([x]).wait()
+    assert torch.equal(x, torch.full((3,), n * (n + 1) / 2))
+    with pytest.raises(CollectiveMismatch, match=r"broadcast\(\d+ x float32"):
+        merged.broadcast(torch.ones(2 + merged.rank()), 0).wait()
+    # The groups that it was made of go on.
+    dist.all_reduce(x, group=part)
+    assert torch.equal(x, torch.full((3,), part.size() * n * (n + 1) / 2))
+    dist.barrier()
+    merged.shutdown()
+    for group in (part, whole):
+        dist.destroy_process_group(group)
+
+
 @pytest.mark.parametrize("size", (2, 3, 4))
 def test_groups(size: int) -> None:
-    for fn in (_subgroups, _groups_in_any_order, _groups_come_and_go, _splits, _shrinks):
+    for fn in (_subgroups, _groups_in_any_order, _groups_come_and_go, _splits, _shrinks, _merges):
         run(size, fn, backend="shm")
 
 
@@ -1178,7 +1212,7 @@ def _mismatches() -> None:
             how = How(op, root=root, async_op=async_op)
             error = raised(
                 CollectiveMismatch,
-                lambda how=how, x=x, verb=BY_NAME[name]: call(verb, how, [x], [x]),
+                lambda how=how, x=x, collective=BY_NAME[name]: call(collective, how, [x], [x]),
             )
             assert torch.equal(x, torch.full_like(x, 7)), what
             assert name in str(error), str(error)
@@ -1187,7 +1221,7 @@ def _mismatches() -> None:
             y = torch.ones(2)
             dist.all_reduce(y)
             assert y[0] == n
-    # Different verbs.
+    # Different collectives.
     x = torch.full((4,), 7.0)
     fn = dist.all_reduce if rank == 0 else dist.broadcast
     args = () if rank == 0 else (0,)

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 import torch_c10d_ext.distributed as ours
+from tests.backends.dist_ops import all_gather_single, reduce_scatter_single
 from tests.backends.failures import Report, check_works, report
-from tests.backends.verbs import all_gather_single, reduce_scatter_single
 from tests.harness import run
 from tests.harness.crew import crew, mark
 from tests.harness.worker import FALLBACK
@@ -30,7 +30,7 @@ from torch_c10d_ext import _C, errors, functional
 from torch_c10d_ext._backends import shm_settings
 
 BACKEND = "shm"
-# shm itself, and its verbs over gloo where ranks cannot share memory.
+# shm itself, and its collectives over gloo where ranks cannot share memory.
 everywhere = pytest.mark.parametrize("backend", [BACKEND, FALLBACK])
 
 
@@ -960,7 +960,7 @@ def _work_of(x: torch.Tensor) -> dist.Work:
     return work
 
 
-def _through_two_verbs(x: torch.Tensor) -> Any:
+def _through_two_collectives(x: torch.Tensor) -> Any:
     backend = dist.group.WORLD._get_backend(x.device)  # type: ignore[union-attr]
     backend._start_coalescing()
     backend.broadcast([torch.zeros(2)])
@@ -1024,7 +1024,7 @@ FUTURES: dict[str, Callable[[torch.Tensor], Any]] = {
         .then(lambda f: f.value())
     ),
     "block": _through_a_block,
-    "two verbs": _through_two_verbs,
+    "two collectives": _through_two_collectives,
     "message": lambda x: dist.irecv(x, 1).get_future(),
     "ours": lambda x: ours.all_reduce(x, async_op=True).get_future(),
     "ours, a list": lambda x: ours.all_gather(

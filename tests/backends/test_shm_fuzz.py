@@ -1,8 +1,9 @@
 """Random programs of collectives on shm, against a reference in one process.
 
-A program is drawn here and run by all ranks: verbs, dtypes, reduce ops, shapes, strides, groups
-that overlap, works waited for at once or later, in any order. In the second test one rank departs
-from the program at one step: all ranks of that step's group must say so and go on with the rest.
+A program is drawn here and run by all ranks: collectives, dtypes, reduce ops, shapes, strides,
+groups that overlap, works waited for at once or later, in any order. In the second test one rank
+departs from the program at one step: all ranks of that step's group must say so and go on with the
+rest.
 
 The programs are the same on every run. C10D_EXT_FUZZ_SECONDS=600 draws others, for that long.
 """
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.backends.verbs import BY_NAME, VERBS, How, Shape, Tensors, inputs_of
+from tests.backends.dist_ops import BY_NAME, DIST_OPS, How, Shape, Tensors, inputs_of
 from tests.contract import gaps
 from tests.harness import run, values
 from tests.harness.worker import FALLBACK
@@ -47,7 +48,7 @@ FUZZ = settings(
 class Step:
     """One call as all ranks of a group make it."""
 
-    verb: str
+    collective: str
     dtype: torch.dtype
     reduce_op: str
     factor: Any
@@ -72,20 +73,20 @@ SHAPES = st.one_of(
     st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple),
     st.sampled_from(((257,), (1000, 3), (9001,), (40_003,), (3, 50_000))),
 )
-# Verbs for which ranks describe what they want to each other.
-COLLECTIVES = [v for v in VERBS if "send" not in v.name and "manager" not in v.name]
+# Collectives for which ranks describe what they want to each other.
+COLLECTIVES = [v for v in DIST_OPS if "send" not in v.name and "manager" not in v.name]
 
 
 @st.composite
-def steps(draw: Any, verbs: Any = tuple(VERBS), smallest_group: int = 1) -> Step:
-    verb = draw(st.sampled_from(verbs))
+def steps(draw: Any, collectives: Any = tuple(DIST_OPS), smallest_group: int = 1) -> Step:
+    collective = draw(st.sampled_from(collectives))
     dtype = draw(st.sampled_from(values.DTYPES))
     # dist.* lets through no others for complex numbers.
     ops = ("sum", "avg") if dtype in values.COMPLEX else values.meanings(dtype)
-    op = draw(st.sampled_from(ops)) if verb.reduces else "sum"
+    op = draw(st.sampled_from(ops)) if collective.reduces else "sum"
     factor = draw(st.sampled_from(values.factors(dtype))) if op == "premul_sum" else None
     return Step(
-        verb.name,
+        collective.name,
         dtype,
         op,
         factor,
@@ -136,7 +137,7 @@ class Call:
             self.what += f", {departure}"
             if self.rank == departure.member % self.n:
                 asked = depart(step, departure.what)
-        verb = BY_NAME[asked.verb]
+        collective = BY_NAME[asked.collective]
         how = How(
             asked.reduce_op,
             asked.factor,
@@ -147,28 +148,29 @@ class Call:
         world = [
             [
                 values.lay_out(
-                    x, _layout(tuple(x.shape), asked.dtype, asked.layout + r + i, verb.inplace)
+                    x,
+                    _layout(tuple(x.shape), asked.dtype, asked.layout + r + i, collective.inplace),
                 )
                 for i, x in enumerate(xs)
             ]
             for r, xs in enumerate(
-                inputs_of(verb, self.n, asked.shape, asked.dtype, how, salt=number)
+                inputs_of(collective, self.n, asked.shape, asked.dtype, how, salt=number)
             )
         ]
         plain = [[x.clone() for x in xs] for xs in world]
         self.xs = world[self.rank]
         self.outs = self.xs
-        if not verb.inplace:
+        if not collective.inplace:
             self.outs = [
                 values.empty_like(s, asked.dtype, _layout(s, asked.dtype, asked.layout - i, True))
-                for i, s in enumerate(verb.outputs(self.n, self.rank, asked.shape, how.root))
+                for i, s in enumerate(collective.outputs(self.n, self.rank, asked.shape, how.root))
             ]
-        self.want: Tensors = [] if self.departs else verb.reference(plain, how)[self.rank]
-        self.exact = not verb.reduces or (values.exact(asked.dtype, asked.reduce_op, self.n))
+        self.want: Tensors = [] if self.departs else collective.reference(plain, how)[self.rank]
+        self.exact = not collective.reduces or (values.exact(asked.dtype, asked.reduce_op, self.n))
         self.around = [gaps(out) for out in self.outs]
         self.before = [values.memory(x) for x in (*self.xs, *self.outs)]
-        self.inplace = verb.inplace
-        self.start: Callable[[], Any] = lambda: verb.call(self.xs, self.outs, how)
+        self.inplace = collective.inplace
+        self.start: Callable[[], Any] = lambda: collective.call(self.xs, self.outs, how)
 
     def begin(self) -> str:
         self.works: Any = None
@@ -217,9 +219,11 @@ def depart(step: Step, what: str) -> Step:
         return replace(step, reduce_op="max" if step.reduce_op != "max" else "min", factor=None)
     if what == "root":
         return replace(step, root=step.root + 1)
-    assert what == "verb"
-    other_verb = "all_reduce" if step.verb.split(" ")[0] not in ("all_reduce",) else "all_gather"
-    return replace(step, verb=other_verb)
+    assert what == "collective"
+    other_collective = (
+        "all_reduce" if step.collective.split(" ")[0] not in ("all_reduce",) else "all_gather"
+    )
+    return replace(step, collective=other_collective)
 
 
 def execute(program: list[Step], departure: Departure | None = None) -> list[str]:
@@ -255,7 +259,7 @@ def bounded(seconds: float) -> Callable[[], bool]:
     return left
 
 
-# shm itself, and its verbs over gloo where ranks cannot share memory.
+# shm itself, and its collectives over gloo where ranks cannot share memory.
 everywhere = pytest.mark.parametrize("backend", ["shm", FALLBACK])
 
 
@@ -281,13 +285,13 @@ def test_random_programs(backend: str) -> None:
 def departures(draw: Any) -> tuple[list[Step], Departure]:
     program = draw(PROGRAMS)
     step = draw(steps(tuple(COLLECTIVES), smallest_group=2))
-    verb = BY_NAME[step.verb]
+    collective = BY_NAME[step.collective]
     kinds = ["dtype"]
     if 0 not in step.shape:  # sizes are what is compared, and they would be equal
-        kinds += ["verb"] + ["shape"] * (verb.name != "all_to_all_single uneven")
-    kinds += ["root"] * verb.rooted
+        kinds += ["collective"] + ["shape"] * (collective.name != "all_to_all_single uneven")
+    kinds += ["root"] * collective.rooted
     # Ops that take the place of this one where the dtype has them.
-    others = {"max", "min"} <= set(values.meanings(step.dtype)) and verb.reduces
+    others = {"max", "min"} <= set(values.meanings(step.dtype)) and collective.reduces
     kinds += ["reduce op"] * (others and step.reduce_op != "premul_sum")
     at = draw(st.integers(0, len(program)))
     program.insert(at, step)

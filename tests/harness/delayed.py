@@ -28,9 +28,9 @@ _DEADLINE = 30.0
 class LateWork(dist.Work):
     """Done when its thread says so; a wait then returns or raises."""
 
-    def __init__(self, verb: str, inputs: list[Tensor], start: Callable[[], Any]) -> None:
+    def __init__(self, collective: str, inputs: list[Tensor], start: Callable[[], Any]) -> None:
         super().__init__()
-        self._verb = verb
+        self._collective = collective
         self._inputs = inputs
         self._seen = [x.clone() for x in inputs]
         self._start = start
@@ -45,9 +45,9 @@ class LateWork(dist.Work):
         self._done.set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        assert self._done.wait(_DEADLINE), f"{self._verb} takes longer than {_DEADLINE:g} s"
+        assert self._done.wait(_DEADLINE), f"{self._collective} takes longer than {_DEADLINE:g} s"
         if self._changed:
-            raise RuntimeError(f"the input of {self._verb} changed in flight")
+            raise RuntimeError(f"the input of {self._collective} changed in flight")
         return True
 
 
@@ -65,8 +65,8 @@ class DelayedGroup(GroupOverGloo):
         while True:
             self._works.get().run()
 
-    def _late(self, verb: str, inputs: list[Tensor], start: Callable[[], Any]) -> dist.Work:
-        work = LateWork(verb, inputs, start)
+    def _late(self, collective: str, inputs: list[Tensor], start: Callable[[], Any]) -> dist.Work:
+        work = LateWork(collective, inputs, start)
         self._works.put(work)
         return work
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 
 class GroupOverGloo(dist.ProcessGroup):
-    """gloo, and the names that torch asks for; subclasses say what the verbs do."""
+    """gloo, and the names that torch asks for; subclasses say what the collectives do."""
 
     BACKEND: str
 

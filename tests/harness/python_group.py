@@ -1,4 +1,4 @@
-"""A process group written in Python, over gloo: the few verbs C++ reaches, works with a future.
+"""A process group written in Python, over gloo: the collectives C++ reaches, works with a future.
 
 What it is asked for completes on a thread of its own, so a future ends whoever waits or not.
 """
@@ -43,7 +43,7 @@ class FutureWork(dist.Work):
 
 
 class PythonGroup(GroupOverGloo):
-    """Three verbs."""
+    """Three collectives."""
 
     BACKEND = "python"
 
@@ -51,8 +51,8 @@ class PythonGroup(GroupOverGloo):
         super().__init__(store, rank, size, timeout)
         self.calls: list[str] = []
 
-    def _started(self, verb: str, results: list[Tensor], inner: Any) -> dist.Work:
-        self.calls.append(verb)
+    def _started(self, collective: str, results: list[Tensor], inner: Any) -> dist.Work:
+        self.calls.append(collective)
         return FutureWork(results, inner)
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import torch_c10d_ext
-from tests.backends.verbs import all_gather_single, reduce_scatter_single
+from tests.backends.dist_ops import all_gather_single, reduce_scatter_single
 
 TIMEOUT = dt.timedelta(seconds=float(os.environ.get("TEST_TIMEOUT", "60")))
 

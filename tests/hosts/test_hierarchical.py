@@ -99,7 +99,7 @@ def test_ops_keep_the_contract(hosts: str) -> None:
             verify(len(hosts), contract.check_layouts, module, form, backend=f"hosts:{hosts}")
 
 
-# --- the verbs of torch.distributed --------------------------------------------------------------
+# --- the collectives of torch.distributed -------------------------------------------------------
 
 
 def _conforms(*fns: str) -> Any:
@@ -114,7 +114,7 @@ def _conforms(*fns: str) -> Any:
 
 
 @places
-def test_verbs(hosts: str) -> None:
+def test_dist_ops(hosts: str) -> None:
     for what in ("reduces", "moves", "moves_less_than_bytes", "lays_out", "refuses"):
         verify(len(hosts), _conforms, what, backend=f"hosts:{hosts}")
 

@@ -27,8 +27,8 @@ from tests.backends import test_checked as checked
 from tests.backends import test_rendezvous as rendezvous
 from tests.backends import test_shm as shm
 from tests.backends import test_shm_faults as faults
+from tests.backends.dist_ops import all_gather_single, reduce_scatter_single
 from tests.backends.failures import check_works
-from tests.backends.verbs import all_gather_single, reduce_scatter_single
 from tests.contract import FUNCTIONAL, INPLACE, verify
 from tests.harness import pool, run
 from tests.harness.crew import crew
@@ -111,7 +111,7 @@ def test_ops_have_gradients(module: str, form: str) -> None:
     verify(3, contract.check_gradients, module, form, backend=MPI)
 
 
-# --- the verbs of torch.distributed --------------------------------------------------------------
+# --- the collectives of torch.distributed -------------------------------------------------------
 
 
 def _is_mpi(group: Any = None) -> None:
@@ -136,7 +136,7 @@ def _conforms(*fns: str) -> Any:
 @pytest.mark.parametrize(
     "what", ("reduces", "moves", "moves_less_than_bytes", "lays_out", "refuses")
 )
-def test_verbs(what: str, size: int) -> None:
+def test_dist_ops(what: str, size: int) -> None:
     if what == "refuses" and size == 1:
         size = 2
     verify(size, _conforms, what, backend=MPI)

@@ -751,7 +751,7 @@ void strangers_do_no_harm() {
       say(std::string(1 << 16, '\xff')),
       // A hello with a token of the right length.
       say(number(uint32_t{40}) + number(uint32_t{1}) + number(int64_t{32}) + std::string(32, '0')),
-      // And a lifeline with one.
+      // And a death socket with one.
       say(number(uint32_t{48}) + number(uint32_t{3}) + number(int64_t{32}) + std::string(32, '0') +
           number(int64_t{1})),
       // One that is followed by more than anybody has to say.

@@ -1,5 +1,5 @@
-// The shared-memory engine with threads for ranks: every verb against plain loops, under whatever
-// sanitizer this is built with. Prints what failed and exits with 1, or "ok".
+// The shared-memory engine with threads for ranks: every collective against plain loops, under
+// whatever sanitizer this is built with. Prints what failed and exits with 1, or "ok".
 
 #include <sched.h>
 

@@ -17,13 +17,11 @@
 
 #include "base/dtype.h"
 #include "base/exceptions.h"
-#include "base/gil.h"
 #include "base/signal_masked_thread.h"
 #include "base/timeouts.h"
-#include "base/wait_timer.h"
-#include "control/process.h"
 #include "work/blocking_work.h"
 #include "work/pending.h"
+#include "work/request_work.h"
 
 namespace c10d_ext {
 
@@ -82,9 +80,9 @@ std::string text_of(const std::exception_ptr& error) {
 // What rank 0 has for telling who is awaited, once a wait has run out.
 constexpr std::chrono::milliseconds kAnswered{1000};
 
-CollectiveError impatience(std::string_view op, const Group& place, uint64_t seq,
-                           std::chrono::milliseconds timeout,
-                           const std::pair<std::vector<int>, std::string>& awaited) {
+CollectiveError wait_timed_out(std::string_view op, const Group& place, uint64_t seq,
+                               std::chrono::milliseconds timeout,
+                               const std::pair<std::vector<int>, std::string>& awaited) {
   const auto& [ranks, who] = awaited;
   return CollectiveError(ErrorKind::Timeout,
                          c10::str(op, ": ", text_of_wait_timeout(timeout, who), ' ', where(place)),
@@ -92,35 +90,22 @@ CollectiveError impatience(std::string_view op, const Group& place, uint64_t seq
 }
 
 // A collective that the inner backend begins once the ranks have agreed.
-class AgreedWork final : public c10d::Work {
+class AgreedWork final : public SignalledWork {
  public:
   using Milliseconds = std::chrono::milliseconds;
 
   AgreedWork(std::string_view op, c10d::OpType type, const Group& group, const Inner& inner,
              std::weak_ptr<Agreement> agreement)
-      : c10d::Work(static_cast<int>(group.rank()), type),
-        op_(op),
+      : SignalledWork(static_cast<int>(group.rank()), type, op),
         place_({}, group.name(), group.rank(), group.size()),
         inner_(inner),
-        agreement_(std::move(agreement)) {}
-
-  void number(uint64_t seq) {
-    seq_ = seq;
-  }
-
-  // Throws in a fork of the process that called it.
-  void check_at_home() const {
-    if (fork_generation() != generation_) {
-      throw CollectiveError(
-          ErrorKind::Closed,
-          c10::str(op_, ": the work must be waited for in the process that started it, got a ",
-                   "forked child ", where(place_)),
-          {}, std::string(op_), seq_, place_.name());
-    }
+        agreement_(std::move(agreement)) {
+    state_.queue();
   }
 
   // All ranks have called it, and what they called before is done.
   void begin(const Begin& begin, uint64_t seq) {
+    state_.start();
     Started started;
     try {
       at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -143,7 +128,6 @@ class AgreedWork final : public c10d::Work {
                         });
   }
 
-  // The first end is the one that counts.
   void end(std::exception_ptr error) {
     if (Agreement::is_here()) {
       // A future's callback may wait for what the agreement has yet to begin.
@@ -155,65 +139,27 @@ class AgreedWork final : public c10d::Work {
         // No thread to be had.
       }
     }
-    {
-      std::lock_guard lock(mutex_);
-      if (over_) {
-        return;
-      }
-      over_ = true;
-      error_ = error;
-    }
-    changed_.notify_all();
-    if (error) {
-      future_->setErrorIfNeeded(std::move(error));
-    } else {
-      future_->markCompleted(c10::IValue());
-    }
+    SignalledWork::end(std::move(error));
   }
 
-  bool isCompleted() override {
-    check_at_home();
-    std::lock_guard lock(mutex_);
-    return over_;
+ protected:
+  std::string_view timed_backend() const override {
+    return inner_.name;
   }
-  bool isSuccess() const override {
-    std::lock_guard lock(mutex_);
-    return over_ && !error_;
-  }
-  std::exception_ptr exception() const override {
-    std::lock_guard lock(mutex_);
-    return error_;
-  }
-
-  bool wait(Milliseconds timeout) override {
-    using Clock = std::chrono::steady_clock;
-    check_at_home();
-    const WaitTimer timer(inner_.name);
-    const bool limited = timeout > Milliseconds(0);
-    const auto until = limited ? Clock::now() + bounded(timeout) : Clock::time_point::max();
-    std::unique_lock lock(mutex_);
-    if (!wait_interruptibly(changed_, lock, until, [this] { return over_; })) {
-      lock.unlock();
-      std::pair<std::vector<int>, std::string> awaited;
-      if (const auto group = agreement_.lock()) {
-        awaited = group->awaited(seq_, kAnswered);
-      }
-      throw impatience(op_, place_, seq_, timeout, awaited);
+  std::exception_ptr late(Milliseconds timeout) override {
+    std::pair<std::vector<int>, std::string> awaited;
+    const uint64_t seq = number_or_zero();
+    if (const auto group = agreement_.lock()) {
+      awaited = group->awaited(seq, kAnswered);
     }
-    if (error_) {
-      std::rethrow_exception(error_);
-    }
-    return true;
+    return std::make_exception_ptr(wait_timed_out(op(), place_, seq, timeout, awaited));
   }
-  void synchronize() override {
-    wait(kNoTimeout);
-  }
-
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    return future_;
-  }
-  uint64_t getSequencenumber() const override {
-    return seq_;
+  std::exception_ptr foreign() const override {
+    return std::make_exception_ptr(CollectiveError(
+        ErrorKind::Closed,
+        c10::str(op(), ": the work must be waited for in the process that started it, got a ",
+                 "forked child ", where(place_)),
+        {}, std::string(op()), number_or_zero(), place_.name()));
   }
 
  private:
@@ -226,17 +172,9 @@ class AgreedWork final : public c10d::Work {
     }
   }
 
-  // the inner backend has done it.
+  // The inner backend has done it.
   void finish(const Finish& last, uint64_t seq) {
-    std::exception_ptr error;
-    if (last) {
-      try {
-        at::AutoDispatchBelowADInplaceOrView below_autograd;
-        last();
-      } catch (...) {
-        error = std::current_exception();
-      }
-    }
+    std::exception_ptr error = run_finish(last);
     // The next one may begin: a future's callback may wait for it.
     if (const auto group = agreement_.lock()) {
       group->done(seq);
@@ -244,18 +182,9 @@ class AgreedWork final : public c10d::Work {
     end(std::move(error));
   }
 
-  const std::string_view op_;  // the names of ops are literals
   const Group place_;
   const Inner inner_;
   const std::weak_ptr<Agreement> agreement_;
-  const uint64_t generation_ = fork_generation();
-  std::atomic<uint64_t> seq_{0};
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
-  bool over_ = false;
-  std::exception_ptr error_;
-  const c10::intrusive_ptr<c10::ivalue::Future> future_ =
-      c10::make_intrusive<c10::ivalue::Future>(c10::NoneType::get());
 };
 
 // As shm calls it.
@@ -269,20 +198,25 @@ c10d::OpType type_of(const Message& message) {
                                       : c10d::OpType::RECV;
 }
 
-// A message that the inner backend begins once its other end is there. Can only be waited for.
-class GrantedWork final : public c10d::Work {
+// A message that the inner backend begins once its other end is there. Can only be waited for, by
+// one thread: it is settled by who waits, or before it was begun.
+class GrantedWork final : public RequestWork {
  public:
-  GrantedWork(const Message& message, int rank) : c10d::Work(rank, type_of(message)) {}
+  GrantedWork(const Message& message, int rank)
+      : RequestWork(rank, type_of(message), own_), sends_(message.sends) {
+    own_.queue();
+  }
 
   void number(uint64_t number) {
-    number_ = number;
+    own_.set_number(static_cast<int64_t>(number));
   }
 
   void follow(c10::intrusive_ptr<c10d::Work> inner, int peer) {
     {
       std::lock_guard lock(mutex_);
       inner_ = std::move(inner);
-      peer_ = peer;
+      own_.set_source(peer);
+      own_.start();
     }
     changed_.notify_all();
   }
@@ -290,57 +224,59 @@ class GrantedWork final : public c10d::Work {
   void fail(std::exception_ptr error) {
     {
       std::lock_guard lock(mutex_);
-      error_ = std::move(error);
+      own_.settle(std::move(error), op());
     }
     changed_.notify_all();
   }
 
-  bool isCompleted() override {
-    std::lock_guard lock(mutex_);
-    return error_ || (inner_ && inner_->isCompleted());
-  }
-
-  bool wait(std::chrono::milliseconds /*timeout*/) override {
-    c10::intrusive_ptr<c10d::Work> inner;
-    {
-      // The agreement ends it in time.
-      std::unique_lock lock(mutex_);
-      changed_.wait(lock, [this] { return inner_ || error_; });
-      if (error_) {
-        std::rethrow_exception(error_);
-      }
-      inner = inner_;
-    }
-    return inner->wait(kNoTimeout);
-  }
-
+  // Of one that is over it would end the group.
   void abort() override {
-    c10::intrusive_ptr<c10d::Work> inner;
-    {
-      std::lock_guard lock(mutex_);
-      inner = inner_;
-    }
-    if (inner) {
+    const auto inner = begun();
+    if (inner && !own_.settled()) {
       inner->abort();
     }
   }
 
-  int sourceRank() const override {
-    std::lock_guard lock(mutex_);
-    return peer_;
+ protected:
+  bool poll() override {
+    const auto inner = begun();
+    return own_.settled() || (inner && inner->isCompleted());
   }
 
-  uint64_t getSequencenumber() const override {
-    return number_;
+  void await(std::chrono::milliseconds /*timeout*/) override {
+    {
+      // The agreement ends it in time.
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [this] { return own_.status() != WorkStatus::Queued; });
+    }
+    if (own_.settled()) {
+      return;
+    }
+    std::exception_ptr error;
+    try {
+      const bool arrived = begun()->wait(kNoTimeout);
+      TORCH_CHECK_WITH(DistBackendError, arrived, "an abort");
+    } catch (...) {
+      error = std::current_exception();
+    }
+    own_.settle(std::move(error), op());
+  }
+
+  std::string_view op() const override {
+    return name_of(sends_ ? OpType::Send : OpType::Recv);
   }
 
  private:
-  std::atomic<uint64_t> number_{0};
+  c10::intrusive_ptr<c10d::Work> begun() const {
+    std::lock_guard lock(mutex_);
+    return inner_;
+  }
+
+  const bool sends_;
+  WorkState own_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   c10::intrusive_ptr<c10d::Work> inner_;
-  int peer_ = kAnySource;
-  std::exception_ptr error_;
 };
 
 bool says_it_all(const std::exception_ptr& error) {
@@ -428,7 +364,7 @@ StartedMessage start_granted(const std::shared_ptr<Agreement>& agreement, const 
   const auto late = [op, place, agreement,
                      number = work->getSequencenumber()](Milliseconds timeout) {
     const auto awaited = agreement->awaited_by_message(number, kAnswered);
-    return std::make_exception_ptr(impatience(op, place, 0, timeout, awaited));
+    return std::make_exception_ptr(wait_timed_out(op, place, 0, timeout, awaited));
   };
   return {adapt_blocking_work(work, Explanations{inner.name, failed, late}), work};
 }

@@ -20,7 +20,7 @@
 #include "base/signal_masked_thread.h"
 #include "control/global_ranks.h"
 #include "control/host.h"
-#include "work/future.h"
+#include "work/request_work.h"
 #include "work/span_name.h"
 
 namespace c10d_ext {
@@ -54,37 +54,6 @@ at::Tensor rows_of(const at::Tensor& t, int64_t rows) {
 }  // namespace
 
 // --- Schedules -----------------------------------------------------------------------------------
-
-// What one collective does, on the group's thread.
-class HierarchicalBackend::ScheduledWork final : public c10d::Work {
- public:
-  ScheduledWork(int rank, c10d::OpType type, std::unique_ptr<ProfilerSpan> span)
-      : c10d::Work(rank, type), span_(std::move(span)) {
-    if (span_) {
-      span_->begin();
-    }
-  }
-
-  void end(const std::exception_ptr& error) {
-    if (span_) {
-      span_->end();
-    }
-    finish(error);
-    if (error) {
-      future_->setErrorIfNeeded(error);
-    } else {
-      future_->markCompleted(c10::IValue());
-    }
-  }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    return future_;
-  }
-
- private:
-  const std::unique_ptr<ProfilerSpan> span_;
-  const c10::intrusive_ptr<c10::ivalue::Future> future_ =
-      c10::make_intrusive<c10::ivalue::Future>(c10::NoneType::get());
-};
 
 // Runs schedules one after the other. Left to itself where one does not end.
 class HierarchicalBackend::Thread {
@@ -177,7 +146,8 @@ WorkPtr HierarchicalBackend::schedule(c10d::OpType type, const at::Tensor& input
   if (span && input.defined()) {
     span->add_input(input);
   }
-  const auto work = c10::make_intrusive<ScheduledWork>(rank_, type, std::move(span));
+  const auto work =
+      c10::make_intrusive<SignalledWork>(rank_, type, span_name(type), std::move(span));
   thread_->submit([work, steps = std::move(steps)] {
     std::exception_ptr error;
     try {
@@ -590,7 +560,6 @@ WorkPtr HierarchicalBackend::recv(Tensors& tensors, int src, int tag) {
 
 void bind_hierarchical(pybind11::module_& m) {
   namespace py = pybind11;
-  bind_work<HierarchicalBackend::ScheduledWork>(m, "ScheduledWork");
   py::class_<HierarchicalBackend, c10::intrusive_ptr<HierarchicalBackend>, c10d::Backend>(
       m, "HierarchicalBackend", "Shared memory inside each host, another engine between them.")
       .def(py::init<int, int, const std::string&, std::vector<std::vector<int>>,

@@ -83,8 +83,6 @@ class HierarchicalBackend final : public c10d::Backend {
     return flat_.backend;
   }
 
-  class ScheduledWork;
-
  private:
   class Thread;
   // A backend of some of the ranks, and this rank's place there.

@@ -32,6 +32,7 @@
 #include "base/timeouts.h"
 #include "control/rendezvous.h"
 #include "work/future.h"
+#include "work/request_work.h"
 #include "work/span_name.h"
 
 namespace c10d_ext {
@@ -118,45 +119,17 @@ void start_messages(Library& library, std::vector<Request>& requests, bool sends
 
 }  // namespace
 
-class MpiBackend::MpiWork final : public c10d::Work {
+class MpiBackend::MpiWork final : public SignalledWork {
  public:
   MpiWork(int rank, c10d::OpType type, uint64_t owner, std::unique_ptr<ProfilerSpan> span)
-      : c10d::Work(rank, type), owner_(owner), span_(std::move(span)) {
-    if (span_) {
-      span_->begin();
-    }
-  }
-
-  void number(uint64_t number) {
-    number_ = number;
-  }
-
-  void end(const std::exception_ptr& error) {
-    if (span_) {
-      span_->end();
-    }
-    finish(error);
-    if (error) {
-      future_->setErrorIfNeeded(error);
-    } else {
-      future_->markCompleted(c10::IValue());
-    }
-  }
+      : SignalledWork(rank, type, span_name(type), std::move(span)), owner_(owner) {}
 
   void abort() override {
-    Engine::of_this_process().abandon(owner_, number_, error_of("the call was aborted"));
-  }
-
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    return future_;
+    Engine::of_this_process().abandon(owner_, number_or_zero(), error_of("the call was aborted"));
   }
 
  private:
   const uint64_t owner_;
-  const std::unique_ptr<ProfilerSpan> span_;
-  uint64_t number_ = 0;
-  const c10::intrusive_ptr<c10::ivalue::Future> future_ =
-      c10::make_intrusive<c10::ivalue::Future>(c10::NoneType::get());
 };
 
 // What goes to rank r and what comes from there: `out_bytes[r]` from `out_offsets[r]` on, ...

@@ -167,10 +167,7 @@ void ShmBackend::shutdown() {
 
 void bind_shm(pybind11::module_& m) {
   namespace py = pybind11;
-  bind_work<ShmWork>(m, "ShmWork")
-      .def("_get_sequence_number", &ShmWork::getSequencenumber,
-           "The number of the collective, or of the message, among those of its group.");
-  bind_work<CoalescedWork>(m, "CoalescedWork");
+  bind_work<ShmWork>(m, "ShmWork");
   // What torch's own code, and its users', ask of a gloo backend.
   py::class_<SplittableBackend, c10::intrusive_ptr<SplittableBackend>, c10d::Backend>(
       m, "SplittableBackend")

@@ -76,17 +76,17 @@ void ShmBackend::TensorOperation::settle(const Failure* failure, const TensorOpe
     span_->end();
     span_.reset();
   }
-  source_ = carrier.source_rank();
-  number_ = carrier.seq();
-  milliseconds_ =
-      std::chrono::duration<float, std::milli>(carrier.shm::Operation::duration()).count();
+  state_.set_source(carrier.source_rank());
+  state_.set_number(static_cast<int64_t>(carrier.seq()));
+  state_.set_milliseconds(
+      std::chrono::duration<float, std::milli>(carrier.shm::Operation::duration()).count());
   if (C10_UNLIKELY(finish_)) {
     prepare_ = finish_ = nullptr;
     request.room = nullptr;
   }
   staging_.release();
   writes_.clear();
-  outcome_.settle(std::move(error), op_, [this] { return outputs(); });
+  state_.settle(std::move(error), op_, [this] { return c10::IValue(outputs()); });
 }
 
 }  // namespace c10d_ext

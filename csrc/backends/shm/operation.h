@@ -13,12 +13,12 @@
 
 #include "backends/shm/backend.h"
 #include "backends/shm/engine.h"
-#include "backends/shm/outcome.h"
 #include "backends/shm/staging.h"
 #include "base/dtype.h"
 #include "base/memory.h"
 #include "base/profiler_span.h"
 #include "work/snapshot.h"
+#include "work/work_state.h"
 
 namespace c10d_ext {
 
@@ -80,10 +80,10 @@ class ShmBackend::TensorOperation final : public shm::Operation {
     staging_.renew();
     has_dtype_ = false;
     outputs_.clear();
-    outcome_.renew();
+    state_.renew();
   }
   bool is_renewable() const {
-    return outcome_.is_renewable() && !carrier_;
+    return state_.is_renewable() && !carrier_;
   }
 
   // --- Building ---------------------------------------------------------------------------------
@@ -232,16 +232,16 @@ class ShmBackend::TensorOperation final : public shm::Operation {
     writes_ = WritesInFlight(outputs_);
   }
   void hold() {
-    held_.store(true, std::memory_order_relaxed);
+    state_.queue();
   }
   // `carrier`: the operation that this is a part of from now on, or null.
   void release(std::shared_ptr<TensorOperation> carrier) {
     carrier_ = std::move(carrier);
-    held_.store(false, std::memory_order_release);
+    state_.start();
   }
   // In an open coalescing block: not submitted yet.
   bool held() const {
-    return held_.load(std::memory_order_acquire);
+    return state_.queued();
   }
   // What the engine knows.
   TensorOperation& carrier() {
@@ -250,30 +250,18 @@ class ShmBackend::TensorOperation final : public shm::Operation {
 
   // --- Outcome ----------------------------------------------------------------------------------
 
-  // The result is there, or the error. Future callbacks may still be running.
+  WorkState& state() {
+    return state_;
+  }
   bool settled() const {
-    return outcome_.settled();
+    return state_.settled();
   }
-  // These two only once it is settled.
-  const std::exception_ptr& error() const {
-    return outcome_.error();
-  }
-  float milliseconds() const {
-    return milliseconds_;
-  }
+  // Once it is settled.
   bool disagrees() const {
     return disagrees_;
   }
-  void report() const {
-    if (C10_UNLIKELY(error() != nullptr)) {
-      std::rethrow_exception(error());
-    }
-  }
-  int source() const {
-    return settled() ? source_ : -1;
-  }
   uint64_t number() const {
-    return carrier_ && settled() ? number_ : seq();
+    return carrier_ && settled() ? static_cast<uint64_t>(state_.number()) : seq();
   }
   std::string_view op() const {
     return op_;
@@ -282,11 +270,13 @@ class ShmBackend::TensorOperation final : public shm::Operation {
     return Tensors(outputs_.begin(), outputs_.end());
   }
   c10::intrusive_ptr<c10::ivalue::Future> future() {
-    return outcome_.future(op_, [this] { return outputs(); });
-  }
-  // Once at most.
-  void when_settled(std::function<void(std::exception_ptr)> over) {
-    outcome_.when_settled(std::move(over));
+    return state_.future(
+        op_,
+        [] {
+          return c10::make_intrusive<c10::ivalue::Future>(
+              c10::ListType::create(c10::TensorType::get()));
+        },
+        [this] { return c10::IValue(outputs()); });
   }
 
   void on_begin() override {
@@ -378,14 +368,9 @@ class ShmBackend::TensorOperation final : public shm::Operation {
 
   std::vector<std::shared_ptr<TensorOperation>> passengers_;
   std::shared_ptr<TensorOperation> carrier_;
-  std::atomic<bool> held_{false};
 
-  // Written before it is settled.
-  bool disagrees_ = false;
-  int source_ = -1;
-  uint64_t number_ = 0;
-  float milliseconds_ = 0;
-  Outcome outcome_;
+  bool disagrees_ = false;  // written before it is settled
+  WorkState state_;
 };
 
 }  // namespace c10d_ext

@@ -147,10 +147,10 @@ ShmBackend::WorkPtr ShmBackend::launch(const Call& call, OperationPtr operation)
     case Delivery::Op:
       // That the ranks disagree is for the wait, however soon it is found out: they go on.
       if (operation->settled() && !operation->disagrees()) {
-        operation->report();
+        operation->state().report();
         if (call.done != nullptr) {
           *call.done = {call.type, static_cast<int64_t>(operation->number()),
-                        operation->milliseconds()};
+                        operation->state().milliseconds()};
         }
         recycle(std::move(operation));
         return {};
@@ -158,7 +158,7 @@ ShmBackend::WorkPtr ShmBackend::launch(const Call& call, OperationPtr operation)
       break;
     case Delivery::Sync:
       live_->wait(*operation, kNoTimeout);
-      operation->report();
+      operation->state().report();
       recycle(std::move(operation));
       return {};
     case Delivery::Async:
@@ -336,7 +336,7 @@ c10d::OpType type_of(const CollectiveRequest& request) {
 }
 
 bool tell_when_settled(c10d::Work& work, std::function<void(std::exception_ptr)> over) {
-  static_cast<ShmWork&>(work).operation().when_settled(std::move(over));
+  static_cast<ShmWork&>(work).operation().state().when_settled(std::move(over));
   return true;
 }
 

@@ -1,6 +1,6 @@
-"""The verbs of torch.distributed as data: what each takes, what it gives, and how it is called.
+"""The collectives of torch.distributed as data: what each takes and gives, and how it is called.
 
-A `Verb` says, for every rank, the shapes of the tensors it passes and gets, computes all ranks'
+A `DistOp` says, for every rank, the shapes of the tensors it passes and gets, computes all ranks'
 results from all ranks' inputs in one process, and makes the call. Inputs and outputs differ by
 element, rank and part, so that a permutation shows.
 """
@@ -61,12 +61,12 @@ class How:
 
 
 @dataclass(frozen=True)
-class Verb:
-    """A verb in one of its forms.
+class DistOp:
+    """A collective in one of its forms.
 
     `inputs(n, rank, shape, root)` and `outputs(...)` are the shapes of what a rank passes and gets;
     `reference(all ranks' inputs, how)` is what all ranks get. `shape` has at least one dimension
-    for verbs that cut or join rows. In-place verbs have outputs that are the inputs.
+    for collectives that cut or join rows. In-place collectives have outputs that are the inputs.
     """
 
     name: str
@@ -217,8 +217,8 @@ def _three(shapes: Any) -> Any:
     return three
 
 
-VERBS = [
-    Verb(
+DIST_OPS = [
+    DistOp(
         "all_reduce",
         _one,
         _one,
@@ -229,7 +229,7 @@ VERBS = [
         scalars=True,
         replicated=True,
     ),
-    Verb(
+    DistOp(
         "all_reduce_coalesced",
         _three(_one),
         _three(_one),
@@ -239,7 +239,7 @@ VERBS = [
         inplace=True,
         replicated=True,
     ),
-    Verb(
+    DistOp(
         "all_reduce in a coalescing manager",
         _three(_one),
         _three(_one),
@@ -249,7 +249,7 @@ VERBS = [
         inplace=True,
         replicated=True,
     ),
-    Verb(
+    DistOp(
         "reduce",
         _one,
         _one,
@@ -265,7 +265,7 @@ VERBS = [
         inplace=True,
         scalars=True,
     ),
-    Verb(
+    DistOp(
         "broadcast",
         _one,
         _one,
@@ -278,7 +278,7 @@ VERBS = [
         scalars=True,
         replicated=True,
     ),
-    Verb(
+    DistOp(
         "all_gather",
         _one,
         _each,
@@ -287,7 +287,7 @@ VERBS = [
         scalars=True,
         replicated=True,
     ),
-    Verb(
+    DistOp(
         "all_gather uneven",
         lambda n, rank, shape, root: [_rows(shape, rank)],
         lambda n, rank, shape, root: [_rows(shape, p) for p in range(n)],
@@ -295,7 +295,7 @@ VERBS = [
         lambda xs, outs, how: how.api.all_gather(outs, xs[0], how.group, how.async_op),
         replicated=True,
     ),
-    Verb(
+    DistOp(
         "all_gather_into_tensor",
         _one,
         _joined,
@@ -305,7 +305,7 @@ VERBS = [
         ),
         replicated=True,
     ),
-    Verb(
+    DistOp(
         "all_gather_into_tensor stacked",
         _one,
         _stacked,
@@ -316,7 +316,7 @@ VERBS = [
         scalars=True,
         replicated=True,
     ),
-    Verb(
+    DistOp(
         "all_gather_into_tensor in a coalescing manager",
         _three(_one),
         _three(_joined),
@@ -324,7 +324,7 @@ VERBS = [
         _manager(lambda xs, outs, how: all_gather_single(outs[0], xs[0], how.group, api=how.api)),
         replicated=True,
     ),
-    Verb(
+    DistOp(
         "reduce_scatter",
         _each,
         _one,
@@ -333,7 +333,7 @@ VERBS = [
         reduces=True,
         scalars=True,
     ),
-    Verb(
+    DistOp(
         "reduce_scatter uneven",
         lambda n, rank, shape, root: [_rows(shape, p) for p in range(n)],
         lambda n, rank, shape, root: [_rows(shape, rank)],
@@ -341,7 +341,7 @@ VERBS = [
         lambda xs, outs, how: how.api.reduce_scatter(outs[0], xs, how.op, how.group, how.async_op),
         reduces=True,
     ),
-    Verb(
+    DistOp(
         "reduce_scatter_tensor",
         _joined,
         _one,
@@ -351,7 +351,7 @@ VERBS = [
         ),
         reduces=True,
     ),
-    Verb(
+    DistOp(
         "reduce_scatter_tensor stacked",
         _stacked,
         _one,
@@ -362,7 +362,7 @@ VERBS = [
         reduces=True,
         scalars=True,
     ),
-    Verb(
+    DistOp(
         "reduce_scatter_tensor in a coalescing manager",
         _three(_joined),
         _three(_one),
@@ -377,7 +377,7 @@ VERBS = [
         ),
         reduces=True,
     ),
-    Verb(
+    DistOp(
         "all_to_all",
         _each,
         _each,
@@ -385,14 +385,14 @@ VERBS = [
         lambda xs, outs, how: how.api.all_to_all(outs, xs, how.group, how.async_op),
         scalars=True,
     ),
-    Verb(
+    DistOp(
         "all_to_all uneven",
         lambda n, rank, shape, root: [_rows(shape, _split(rank, q)) for q in range(n)],
         lambda n, rank, shape, root: [_rows(shape, _split(p, rank)) for p in range(n)],
         lambda xs, how: [list(parts) for parts in zip(*xs, strict=True)],
         lambda xs, outs, how: how.api.all_to_all(outs, xs, how.group, how.async_op),
     ),
-    Verb(
+    DistOp(
         "all_to_all_single",
         _joined,
         _joined,
@@ -403,14 +403,14 @@ VERBS = [
             outs[0], xs[0], group=how.group, async_op=how.async_op
         ),
     ),
-    Verb(
+    DistOp(
         "all_to_all_single uneven",
         _sent,
         _received,
         _all_to_all_uneven_reference,
         _all_to_all_uneven,
     ),
-    Verb(
+    DistOp(
         "gather",
         _one,
         _at_root(_each),
@@ -421,7 +421,7 @@ VERBS = [
         rooted=True,
         scalars=True,
     ),
-    Verb(
+    DistOp(
         "scatter",
         _at_root(_each),
         _one,
@@ -432,7 +432,7 @@ VERBS = [
         rooted=True,
         scalars=True,
     ),
-    Verb(
+    DistOp(
         "isend and irecv in a ring",
         _one,
         _one,
@@ -440,7 +440,7 @@ VERBS = [
         _ring,
         scalars=True,
     ),
-    Verb(
+    DistOp(
         "batch_isend_irecv",
         _each,
         _each,
@@ -450,20 +450,20 @@ VERBS = [
     ),
 ]
 
-BY_NAME = {verb.name: verb for verb in VERBS}
+BY_NAME = {collective.name: collective for collective in DIST_OPS}
 
 
 def inputs_of(
-    verb: Verb, n: int, shape: Shape, dtype: torch.dtype, how: How, salt: int = 0
+    collective: DistOp, n: int, shape: Shape, dtype: torch.dtype, how: How, salt: int = 0
 ) -> list[Tensors]:
-    """All ranks' inputs; arbitrary bits where the verb only moves them."""
+    """All ranks' inputs; arbitrary bits where the collective only moves them."""
     product = how.reduce_op == "product"
     return [
         [
             values.values(s, dtype, rank, salt=100 * salt + part, product=product)
-            if verb.reduces
+            if collective.reduces
             else values.bits(s, dtype, rank, salt=100 * salt + part)
-            for part, s in enumerate(verb.inputs(n, rank, shape, how.root))
+            for part, s in enumerate(collective.inputs(n, rank, shape, how.root))
         ]
         for rank in range(n)
     ]
