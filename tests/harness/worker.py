@@ -112,16 +112,10 @@ def _call(message: bytes) -> Any:
     fn: Any = functools.reduce(getattr, qualname.split("."), importlib.import_module(module))
     environment = dict(os.environ)
     try:
-        answer = fn(*args)
+        return fn(*args)
     finally:
         _forget_compiled_code()
-        changed = {name for name, _ in environment.items() ^ os.environ.items()}
-        for name in changed:
-            os.environ.pop(name, None)
-        os.environ.update((name, environment[name]) for name in changed & environment.keys())
-    # The next function runs in this process, too.
-    assert not changed, f"{qualname} left the environment changed: {sorted(changed)}"
-    return answer
+        _restore(environment)
 
 
 def _answer(fn: Any) -> bytes:
@@ -129,6 +123,15 @@ def _answer(fn: Any) -> bytes:
         return pickle.dumps(("ok", fn()))
     except BaseException:  # SystemExit and pytest's own outcomes are failures here, too
         return pickle.dumps(("error", traceback.format_exc()))
+
+
+def _restore(environment: dict[str, str]) -> None:
+    """The settings of one test are not the next one's."""
+    for name in {name for name, _ in environment.items() ^ os.environ.items()}:
+        if name in environment:
+            os.environ[name] = environment[name]
+        else:
+            del os.environ[name]
 
 
 def _forget_compiled_code() -> None:
