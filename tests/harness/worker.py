@@ -110,12 +110,14 @@ def _call(message: bytes) -> Any:
     os.ftruncate(1, 0)  # a report shows what this call printed
     module, qualname, args = pickle.loads(message)
     fn: Any = functools.reduce(getattr, qualname.split("."), importlib.import_module(module))
-    environment = dict(os.environ)
+    settings = _settings()
     try:
         return fn(*args)
     finally:
         _forget_compiled_code()
-        _restore(environment)
+        for name in _settings():
+            del os.environ[name]
+        os.environ.update(settings)
 
 
 def _answer(fn: Any) -> bytes:
@@ -125,13 +127,9 @@ def _answer(fn: Any) -> bytes:
         return pickle.dumps(("error", traceback.format_exc()))
 
 
-def _restore(environment: dict[str, str]) -> None:
-    """The settings of one test are not the next one's."""
-    for name in {name for name, _ in environment.items() ^ os.environ.items()}:
-        if name in environment:
-            os.environ[name] = environment[name]
-        else:
-            del os.environ[name]
+def _settings() -> dict[str, str]:
+    """Those of this package; Inductor puts some of its own into the environment, to stay."""
+    return {name: v for name, v in os.environ.items() if name.startswith("TORCH_C10D_EXT_")}
 
 
 def _forget_compiled_code() -> None:
