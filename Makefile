@@ -111,11 +111,11 @@ $(CUDA_VENV)/.ready: tests/simulated_cuda/environment.py tools/requirements.txt
 	@$(PYTHON) $< $(CUDA_VENV) $(CUDA_CACHE)
 	@touch $@
 
-test-cuda: $(CUDA_VENV)/.ready
+test-cuda: build $(CUDA_VENV)/.ready
 	$(say) "running the CUDA tests over a simulated CUDA runtime"
-	@$(CUDA_VENV)/bin/python -m tests.simulated_cuda.run $(PYTEST_ARGS)
+	@PYTEST_JOBS=$(PYTEST_JOBS) $(CUDA_VENV)/bin/python -m tests.simulated_cuda.run $(PYTEST_ARGS)
 
-mutate-cuda: $(CUDA_VENV)/.ready
+mutate-cuda: build $(CUDA_VENV)/.ready
 	$(say) "taking the stream rules out of csrc, one by one (about an hour)"
 	@$(CUDA_VENV)/bin/python -m tests.simulated_cuda.mutate
 

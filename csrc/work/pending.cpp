@@ -83,10 +83,19 @@ class StartedHere {
     std::optional<c10::cuda::CUDAStreamCaptureModeGuard> mode;
     mode.emplace(cudaStreamCaptureModeThreadLocal);  // as above
 #endif
-    const auto in_flight =
-        std::find_if_not(works_.begin(), works_.end(),
-                         [](const PendingWorkPtr& work) { return release(work, true); });
-    works_.erase(works_.begin(), in_flight);
+    // What is over with an error nobody has seen stays, and hides nothing behind it.
+    auto kept = works_.begin();
+    auto next = works_.begin();
+    for (; next != works_.end(); ++next) {
+      if (release(*next, true)) {
+        continue;
+      }
+      if (!(*next)->is_done()) {
+        break;
+      }
+      std::swap(*kept++, *next);
+    }
+    works_.erase(kept, next);
   }
 
  private:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import torch_c10d_ext
 from tests import contract
 from tests.harness import run
 from tests.harness.on_device import moved
@@ -48,4 +49,8 @@ def _with_device(module: str, name: str, args: tuple[Any, ...]) -> Any:
     import importlib
 
     device()
-    return getattr(importlib.import_module(module), name)(*args)
+    result = getattr(importlib.import_module(module), name)(*args)
+    torch.cuda.synchronize()
+    # In this pool tests follow that begin where this one ends.
+    assert torch_c10d_ext.pending_count() == 0
+    return result

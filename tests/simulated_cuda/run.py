@@ -1,14 +1,15 @@
 """`make test-cuda`: builds the simulated libraries and the package, and runs the tests over them.
 
-    .venv-cuda/bin/python -m tests.simulated_cuda.run [--full] [pytest arguments]
+    .venv-cuda/bin/python -m tests.simulated_cuda.run [--full] [--seed N] [pytest arguments]
 
-Each pass runs tests under one setting of SIMULATED_CUDA_DELAYS; a skipped test is a failure.
-`--full` adds seeds, numbers of ranks and backends to what CI runs. With pytest arguments one pass
-runs, of what they choose.
+Each pass runs tests under one setting of SIMULATED_CUDA_DELAYS, PYTEST_JOBS files at once; a
+skipped test is a failure. `--full` adds passes to what CI runs, `--seed` is added to the seeds of
+all. With pytest arguments one pass runs, of what they choose, under the delays of DELAYS.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.simulated_cuda import compiler
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 BUILD = ROOT / "build" / "cuda"
 LIBRARIES = BUILD / "simulated"
@@ -26,31 +29,34 @@ HERE = "tests/simulated_cuda"
 # Inductor's code for CUDA tensors is device code, which takes triton and a GPU.
 NEED_DEVICE_CODE = ["tests/test_cuda.py::test_gradients_and_compile"]
 
-STREAMS = [f"{HERE}/test_streams.py", f"{HERE}/test_graphs.py"]
-RULES = [*STREAMS, f"{HERE}/test_users.py"]
-CONTRACT = [f"{HERE}/test_contract.py"]
+RULES = [f"{HERE}/test_{name}.py" for name in ("streams", "graphs", "users")]
 # Every test marked `cuda` that is not among the rules, wherever it is.
 OTHERS = ["-m", "cuda", "tests", *(f"--ignore={file}" for file in RULES)]
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Tests under one setting of delays. `late` finds a missing order at once, `random` others."""
+    """Tests under one kind of delays. `late` finds a missing order at once, `random` others."""
 
-    delays: str
+    kind: str
+    seed: int
     chosen: Sequence[str]
 
+    def delays(self, more: int) -> str:
+        return self.kind if self.kind == "none" else f"{self.kind}:{self.seed + more}"
 
-QUICK = (
-    Pass("late:1", RULES),
-    Pass("none", OTHERS),
+
+SHORT = (
+    Pass("late", 1, RULES),
+    Pass("random", 2, RULES),
+    Pass("random", 3, OTHERS),
 )
 FULL = (
-    *QUICK,
-    Pass("random:2", RULES),
-    Pass("late:3", RULES),
-    Pass("random:4", RULES),
-    Pass("random:5", CONTRACT),
+    *SHORT,
+    Pass("late", 4, RULES),
+    Pass("random", 5, RULES),
+    Pass("none", 0, OTHERS),
+    Pass("late", 6, OTHERS),
 )
 
 
@@ -83,21 +89,28 @@ def environment(delays: str, package: Path, full: bool = False) -> dict[str, str
 def build(
     source: Path = ROOT, package: Path = BUILD / "lib", python: str | Path = sys.executable
 ) -> None:
-    """The libraries, and the package with CUDA, beside the build without."""
+    """The libraries, and the package with CUDA: what CUDA changes nothing of is `make build`'s."""
     subprocess.run([python, "-m", "tests.simulated_cuda.build", LIBRARIES], cwd=ROOT, check=True)
     log = package.parent / f"{package.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    print("building the package with CUDA (minutes at first)", flush=True)
+    print("building the package with CUDA", flush=True)
+    temp = package.parent / f"{package.name}.temp"
+    plain = compiler.plain_build(ROOT, str(Path(sys.executable).parent / "ninja"))
+    settings = compiler.launcher(package.parent / f"{package.name}.compiler", plain)
     with open(log, "w") as out:
         done = subprocess.run(
-            [python, "setup.py", "build", "--build-lib", package,
-             "--build-temp", package.parent / f"{package.name}.temp"],
+            [python, "setup.py", "build", "--build-lib", package, "--build-temp", temp],
             cwd=source, stdout=out, stderr=subprocess.STDOUT, check=False,
-            env={**environment("none", package), "TORCH_C10D_EXT_CUDA": "1"},
+            env={**environment("none", package), **settings, "TORCH_C10D_EXT_CUDA": "1"},
         )  # fmt: skip
     if done.returncode:
         raise SystemExit(f"the build failed\n{log.read_text()[-6000:]}")
+    origins = compiler.origins(temp)
+    compiled = {name: why for name, why in origins.items() if why}
+    print(f"{len(origins) - len(compiled)} objects are those of make build, of {len(origins)}")
+    for name, why in compiled.items():
+        print(f"  compiled csrc/{name}: {why}")
     print(f"built after {time.monotonic() - began:.0f} s", flush=True)
 
 
@@ -105,7 +118,7 @@ def run(
     delays: str, arguments: Sequence[str], full: bool, package: Path = BUILD / "lib"
 ) -> Outcome:
     """One pass of pytest. The package under test is the built one, not the source tree's."""
-    report = BUILD / "report.xml"
+    report = BUILD / f"report-{delays.replace(':', '-')}.xml"
     report.unlink(missing_ok=True)
     began = time.monotonic()
     left_out = [part for name in NEED_DEVICE_CODE for part in ("--deselect", name)]
@@ -127,13 +140,19 @@ def run(
 
 
 def main(arguments: Sequence[str]) -> int:
-    full = "--full" in arguments
-    chosen = [argument for argument in arguments if argument != "--full"]
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    options, chosen = parser.parse_known_args(arguments)
     build()
-    passes: Sequence[Pass] = FULL if full else QUICK
     if chosen:
-        passes = [Pass(os.environ.get("DELAYS", "late:1"), chosen)]
-    outcomes = [run(each.delays, each.chosen, full) for each in passes]
+        outcomes = [run(os.environ.get("DELAYS", "late:1"), chosen, options.full)]
+    else:
+        several = ["-n", os.environ.get("PYTEST_JOBS", "2"), "--dist", "loadfile"]
+        outcomes = [
+            run(each.delays(options.seed), [*several, *each.chosen], options.full)
+            for each in (FULL if options.full else SHORT)
+        ]
     print(f"\n{'delays':<10} {'passed':>7} {'failed':>7} {'skipped':>7} {'seconds':>8}")
     for o in outcomes:
         print(f"{o.delays:<10} {o.passed:>7} {o.failed:>7} {o.skipped:>7} {o.seconds:>8.0f}")

@@ -5,7 +5,6 @@ references, over simulated nccl with the delays that SIMULATED_CUDA_DELAYS choos
 from __future__ import annotations
 
 import importlib
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,7 @@ from tests.simulated_cuda.on_cuda import verify
 pytestmark = pytest.mark.cuda
 
 SHM, GLOO = "cpu:shm,cuda:nccl", "cpu:gloo,cuda:nccl"
-FULL = os.environ.get("SIMULATED_CUDA_FULL") == "1"
-# CI has no time for more than two ranks, nor for gradients and graphs of every form.
-WORLDS = [(2, SHM), (1, SHM), (4, SHM), (2, GLOO)] if FULL else [(2, SHM)]
-LEFT_OUT = () if FULL else (COALESCED, COALESCED_INPLACE, OUT, INPLACE)
-worlds = pytest.mark.parametrize(("size", "backend"), WORLDS)
+worlds = pytest.mark.parametrize(("size", "backend"), [(2, SHM), (1, SHM), (4, SHM), (2, GLOO)])
 OPS = Path(__file__).resolve().parent.parent / "ops"
 
 
@@ -53,18 +48,18 @@ def test_values(module: str, form: str, size: int, backend: str) -> None:
     verify(size, "check_values", module, form, backend=backend)
 
 
-@forms(OUT, *LEFT_OUT)
+@forms(OUT)
 @worlds
 def test_gradients(module: str, form: str, size: int, backend: str) -> None:
     verify(size, "check_gradients", module, form, backend=backend)
 
 
-@forms(*LEFT_OUT)
+@forms()
 @worlds
 def test_compile(module: str, form: str, size: int, backend: str) -> None:
     verify(size, "check_compiled", module, form, "aot_eager", 1, backend=backend)
 
 
-@forms(*LEFT_OUT)
+@forms()
 def test_export(module: str, form: str) -> None:
     verify(2, "check_export", module, form, backend=SHM)

@@ -142,12 +142,25 @@ def _never_waited() -> bool:
     """What a capture leaves behind does not spoil the collectives after it."""
     x = torch.ones(COUNT, device=device())
     assert _works()
+    lost: list[Tensor] = []
     with pytest.raises(RuntimeError, match="unjoined"):
-        _capture(torch.cuda.CUDAGraph(), lambda: torch.ops.c10d_ext.all_reduce(x, "sum", group()))
-    return all(_works() for _ in range(5)) and all(
+        _capture(
+            torch.cuda.CUDAGraph(),
+            lambda: lost.append(torch.ops.c10d_ext.all_reduce(x, "sum", group())),
+        )
+    good = all(_works() for _ in range(5)) and all(
         bool((wait(y) == dist.get_world_size()).all())
         for y in [torch.ops.c10d_ext.all_reduce(x, "sum", group()) for _ in range(140)]
     )
+    # Nor does it hide what was started after it, and is over, from the next wait.
+    for _ in range(100):
+        torch.ops.c10d_ext.all_reduce(x, "sum", group())
+    torch.cuda.synchronize()
+    assert _works()
+    assert torch_c10d_ext.pending_count() == 1
+    with pytest.raises(RuntimeError, match="wait for it there"):
+        wait(lost[0])
+    return good
 
 
 def test_what_a_failed_capture_leaves_behind() -> None:
@@ -235,6 +248,7 @@ def _swept_in_another_thread() -> str:
         held = [wait(torch.ops.c10d_ext.all_reduce(x, "sum", group())) for _ in range(140)]
     torch.cuda.synchronize()
     started, over, failures = threading.Event(), threading.Event(), []
+    late: list[Tensor] = []
 
     def others() -> None:
         try:
@@ -243,8 +257,8 @@ def _swept_in_another_thread() -> str:
             held.clear()
             with torch.cuda.stream(side):
                 for _ in range(140):
-                    y = torch.ops.c10d_ext.all_reduce(x, "sum", group())
-                wait(y)
+                    late.append(torch.ops.c10d_ext.all_reduce(x, "sum", group()))
+                wait(late[-1])
         except Exception as error:
             failures.append(f"the other thread: {error}")
         finally:
@@ -263,6 +277,8 @@ def _swept_in_another_thread() -> str:
     torch.cuda.synchronize()
     if not bool((z == 3).all()):
         failures.append("the graph is wrong")
+    for y in late:  # a thread that has ended looks for nothing
+        wait(y)
     assert _works() and n == 2
     return "\n".join(failures)
 

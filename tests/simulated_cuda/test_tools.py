@@ -1,7 +1,14 @@
-"""torch's own tools over our ops: its sanitizer for streams, its allocator's settings."""
+"""torch's own tools over our ops: its sanitizer for streams, its allocator's settings.
+
+And `tools/gpu_check.sh`, with the simulated devices as the GPUs of the machine.
+"""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import torch_c10d_ext
 import torch_c10d_ext.functional as F
 from tests.simulated_cuda.on_cuda import ALONE, device, run_on_devices
 from tests.simulated_cuda.test_streams import (
@@ -18,6 +26,8 @@ from tests.simulated_cuda.test_streams import (
     _other_stream,
     _read_in_order,
 )
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("own_processes")]
 
@@ -106,3 +116,32 @@ def _segments() -> list[str]:
 def test_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     _none_fails(run_on_devices(2, _segments, backend=ALONE, deadline=200))
+
+
+def _gpu_check(place: Path, test: str) -> subprocess.CompletedProcess[str]:
+    """The command in a tree whose package is the one under test."""
+    for name in ("pyproject.toml", "tests", "tools"):
+        (place / name).symlink_to(ROOT / name)
+    (place / "torch_c10d_ext").symlink_to(Path(torch_c10d_ext.__file__).parent)
+    return subprocess.run(
+        ["tools/gpu_check.sh", "-p", "no:cacheprovider", f"tests/test_cuda.py::{test}"],
+        cwd=place,
+        env={**os.environ, "PYTHON": sys.executable, "CHECKS": "test", "LIMIT": "260"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+def test_the_command_for_a_machine_with_a_gpu(tmp_path: Path) -> None:
+    done = _gpu_check(tmp_path, "test_wait_leaves_the_host_free")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"torch {torch.__version__} CUDA {torch.version.cuda} sees 4 GPU" in done.stdout
+    assert "1 passed" in done.stdout and "0 failed, " in done.stdout
+
+
+def test_the_command_for_a_machine_with_a_gpu_fails_with_its_tests(tmp_path: Path) -> None:
+    done = _gpu_check(tmp_path, "test_that_is_not_there")
+    assert done.returncode == 1
+    assert "FAILED" in done.stdout and "1 failed, " in done.stdout

@@ -223,9 +223,11 @@ def test_future_completes_though_nobody_waits_for_the_work() -> None:
     run_on_devices(2, _future, backend=NCCL)
 
 
-def _ddp_hook() -> None:
+def _ddp_hook(static: bool) -> None:
     mine, n = device(), dist.get_world_size()
-    model = nn.parallel.DistributedDataParallel(_model(mine), device_ids=[mine.index])
+    model = nn.parallel.DistributedDataParallel(
+        _model(mine), device_ids=[mine.index], static_graph=static
+    )
 
     def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP takes no texts for types
         work = ext.all_reduce(bucket.buffer().div_(n), async_op=True)
@@ -239,5 +241,6 @@ def _ddp_hook() -> None:
     _same([p.grad for p in model.parameters()], _plain_gradients(n))
 
 
-def test_ddp_with_a_hook_of_ours() -> None:
-    run_on_devices(2, _ddp_hook, backend=NCCL)
+@pytest.mark.parametrize("static", [False, True])
+def test_ddp_with_a_hook_of_ours(static: bool) -> None:
+    run_on_devices(2, _ddp_hook, static, backend=NCCL)
