@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import random
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -156,6 +157,60 @@ def _values() -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_values_of_parts(ranks: int, backend: str) -> None:
     run(ranks, _values, backend=backend)
+
+
+def _random_chain(seed: int) -> Call:
+    """A program of products, collectives, and computation between them."""
+    rng = random.Random(seed)
+    layers = [rng.choice(["up and down", "reduce", "gather", "scatter"]) for _ in range(3)]
+    numbers = [rng.random() for _ in range(12)]
+
+    def program(x: Tensor, ws: list[Tensor]) -> list[Tensor]:
+        n = dist.get_world_size()
+        also = []
+        draws = iter(numbers)
+        for k, layer in enumerate(layers):
+            ops = ext if next(draws) < 0.5 else native
+            a, b = ws[2 * k], ws[2 * k + 1]
+            y = _folded(x) if next(draws) < 0.5 else x
+            bias = a[0] if next(draws) < 0.4 else None
+            if layer == "up and down":
+                y = _scattered(F.linear(torch.relu(_gathered(y, ops) @ a), b, bias), ops=ops)
+            elif layer == "reduce":
+                y = _reduced(F.linear(y, a, bias), rng.choice(["sum", "max"]), ops)
+            elif layer == "gather":
+                whole = _gathered(y, ops)
+                if next(draws) < 0.3:
+                    also.append(whole * 2)
+                y = F.linear(whole, a, bias)[: whole.shape[0] // n] + y
+            else:
+                y = _scattered(torch.cat([y] * n) @ a, ops=ops) - y
+            x = torch.relu(y).reshape(x.shape)
+        return [x, *also]
+
+    return program
+
+
+def _random_chains(first: int, count: int) -> tuple[int, int]:
+    made = followed = 0
+    for seed in range(first, first + count):
+        generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
+        x = torch.randint(-99, 99, (32, 32), generator=generator)
+        ws = list(torch.randint(-99, 99, (6, 32, 32), generator=generator))
+        graph = make_fx(_random_chain(seed))(x, ws)
+        new, about = optimize_and_report(graph, _settings(numerics="bitwise"))
+        assert bits(new(x, ws)) == bits(graph(x, ws)), f"seed {seed}\n{about}"
+        made += bool(re.search("in [248] parts$", str(about), re.MULTILINE))
+        followed += "could not follow" not in str(about)
+    return made, followed
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_random_chains_keep_their_values(ranks: int, backend: str) -> None:
+    for made, followed in run(ranks, _random_chains, 100 * ranks, 10, backend=backend):
+        assert made > 5
+        assert followed == 10
 
 
 class _Parallel(torch.nn.Module):

@@ -380,26 +380,26 @@ class _Decision:
 
 
 # Some pairs of steps are right, and more than the checker can follow: then without these.
-_LEFT_OUT = (("chunk", "parts"), ("algebra", "rules"))
+_LEFT_OUT = (((), ""), (("algebra",), "the rules"), (("chunk",), "parts"))
 
 
 def _followed(graph: Graph, settings: Settings) -> tuple[_Decision, Optimization, Settings]:
     """What :func:`_decided` decides, without what the checker cannot follow."""
-    missed: list[str] = []
-    for setting, what in (*_LEFT_OUT, ("", "")):
+    why = ""
+    for names, what in (*_LEFT_OUT, (("algebra", "chunk"), "the rules and parts")):
+        off: dict[str, Any] = dict.fromkeys(names, False)
+        used = replace(settings, **off)
         try:
-            decided, about = _decided(graph, settings)
+            decided, about = _decided(graph, used)
         except CheckFailed as error:
-            if not setting:
-                raise
-            _log.info("optimize: the %s are left out, as the checker found %s", what, error)
-            off: dict[str, Any] = {setting: False}
-            settings = replace(settings, **off)
-            missed.append(f"the {what}, as the checker could not follow them: {error}")
-        else:
-            about.missed += missed
-            return decided, about, settings
-    raise AssertionError("the last one returns or raises")
+            failed = error
+            why = why or str(error)
+            _log.info("optimize: something is left out, as the checker found %s", error)
+            continue
+        if what:
+            about.missed.append(f"{what}, as the checker could not follow them: {why}")
+        return decided, about, used
+    raise failed
 
 
 def _decided(graph: Graph, settings: Settings) -> tuple[_Decision, Optimization]:
