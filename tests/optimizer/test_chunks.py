@@ -360,7 +360,7 @@ def _reasons() -> None:
         text = said(_traced(program))
         assert f"{why}" in text, f"{program.__name__}\n{text}"
         assert ("parts\n" in text) == (program is _one_product), text
-    floats = "numerics='rounding' allows"
+    floats = "floats need numerics='rounding'"
     assert floats in said(_traced(_gather), numerics="bitwise")
     assert floats not in said(_traced(_gather))
     assert floats not in said(_traced(_gather, dtype=torch.int32), numerics="bitwise")

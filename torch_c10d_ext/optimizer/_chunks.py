@@ -210,10 +210,7 @@ def _check(site: Site, written: set[int], numerics: str, same_bits: Callable[...
     c = site.collective
     dtype = value_of(site.products[0]).dtype
     if (dtype.is_floating_point or dtype.is_complex) and numerics != "rounding":
-        raise _No(
-            "floats of a product may be summed in another order in parts, which "
-            "numerics='rounding' allows"
-        )
+        raise _No("floats need numerics='rounding'")
     if c.kind != "all_gather_into_tensor" and not same_bits(c):
         raise _No("sums depend on an element's place, which numerics='rounding' allows")
     nodes = [c.node, site.wait, *c.inputs, *site.products]
