@@ -1,7 +1,7 @@
 """Models of transformers, torchvision and timm, and parallel forms, on real ranks with a slow link.
 
     python benchmarks/optimizer_models.py [--ranks 2] [--backends shm gloo] [--links ...]
-                                          [--only PROGRAM ...] [--out FILE]
+                                          [--only PROGRAM ...] [--out FILE] [--record NAME]
 
 Needs transformers, torchvision and timm; weights are random, sizes small. The list was written
 before anything was measured with it, and programs are not changed because of what comes out: five
@@ -26,6 +26,7 @@ import json
 import logging
 import operator
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -40,7 +41,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from benchmarks import optimizer_programs
+from benchmarks import _history, optimizer_programs
+from benchmarks._report import TARGETS, Table, machine
 from benchmarks.optimizer import torch_scheduled
 from torch_c10d_ext import Compute, Link
 from torch_c10d_ext._op_info import op_info
@@ -636,7 +638,7 @@ def measure(name: str, kinds: list[str], backend: str) -> list[dict[str, Any]]:
                     "bound": lower_bound(p, keys),
                     "peak": [about.peak_before, about.peak],
                     "pass": took,
-                    "times": {peer: sorted(found) for peer, found in times.items()},
+                    "times": times,
                     "medians": medians,
                     "done": about.done,
                     "missed": about.missed,
@@ -644,21 +646,103 @@ def measure(name: str, kinds: list[str], backend: str) -> list[dict[str, Any]]:
                 }
             )
             if dist.get_rank() == 0:
-                print(line(rows[-1]), flush=True)
+                print("  ".join(_cells(rows[-1])), flush=True)
     return rows
 
 
-def line(row: dict[str, Any]) -> str:
+def _ratio(row: dict[str, Any], over: str) -> float:
+    """How many times as long a peer takes as ours; the median of the rounds."""
+    pairs = zip(row["times"][over], row["times"]["ours"], strict=True)
+    return statistics.median(a / b for a, b in pairs)
+
+
+def _best(row: dict[str, Any]) -> str:
+    """The faster of torch's own pass and none, whose user goes without where it loses."""
+    peers = [peer for peer in ("none", "torch") if peer in row["medians"]]
+    return min(peers, key=lambda peer: row["medians"][peer])
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
     m = row["medians"]
-    best = min(m["none"], m.get("torch", m["none"]))
-    return (
-        f"{row['program']:21} {row['backend']:5} {row['link']:10} hidden {row['hidden']:5.2f} "
-        f"n {row['launches'][0]:3} -> {row['launches'][1]:3} (fewest {row['fewest']:3}) "
-        f"none {m['none'] * 1e3:7.1f} torch {m.get('torch', float('nan')) * 1e3:7.1f} "
-        f"hand {m.get('hand', float('nan')) * 1e3:7.1f} ours {m['ours'] * 1e3:7.1f} ms "
-        f"({m['ours'] / row['predicted'][1]:4.2f} of predicted) best/ours {best / m['ours']:5.2f} "
-        f"peak {row['peak'][1] / row['peak'][0]:4.2f} pass {row['pass']:4.1f} s"
-    )
+
+    def of(peer: str) -> str:
+        return f"{m[peer] * 1e3:.1f}" if peer in m else "-"
+
+    return [
+        row["program"],
+        f"{row['backend']}, {row['link']}",
+        f"{row['hidden']:.2f}",
+        f"{row['launches'][0]} to {row['launches'][1]} ({row['fewest']})",
+        *map(of, ("none", "torch", "hand", "ours")),
+        f"{_ratio(row, _best(row)):.2f}",
+        f"{m['ours'] / row['predicted'][1]:.2f}",
+        f"{row['peak'][1] / (1.1 * row['peak'][0]):.2f}",
+        f"{row['pass']:.1f}",
+    ]
+
+
+HEAD = ["program", "backend, link", "hidden", "launches (fewest)", "none ms", "torch ms"]
+HEAD += ["by hand ms", "ours ms", "best of torch / ours", "measured / predicted", "peak / budget"]
+HEAD += ["pass s"]
+
+
+def tables(rows: list[dict[str, Any]]) -> list[Table]:
+    """All rows, and what they say of the targets."""
+    speed = [_ratio(row, _best(row)) for row in rows]
+    alone = [_ratio(row, "none") for row in rows]
+    hand = [_ratio(row, "hand") for row in rows if "hand" in row["medians"]]
+    hidden = [row["hidden"] for row in rows]
+    off = [abs(row["medians"]["ours"] / row["predicted"][1] - 1) for row in rows]
+    launches = [row["launches"][1] / row["fewest"] for row in rows]
+    peaks = [row["peak"][1] / (1.1 * row["peak"][0]) for row in rows]
+    took = [row["pass"] for row in rows]
+    median = statistics.median
+    found = [
+        (
+            "hidden share, by the cost model",
+            "median >= 0.95, worst >= 0.8",
+            f"{median(hidden):.2f}, {min(hidden):.2f}",
+            median(hidden) >= 0.95 and min(hidden) >= 0.8,
+        ),
+        (
+            "the better of torch's pass and none, over ours",
+            ">= 1.3 times",
+            f"median {median(speed):.2f}, {min(speed):.2f} to {max(speed):.2f}",
+            median(speed) >= 1.3,
+        ),
+        ("no pass over ours", ">= 1 times", f"worst {min(alone):.2f}", min(alone) >= 1),
+        (
+            "a schedule by hand over ours",
+            ">= 1 times",
+            ", ".join(f"{each:.2f}" for each in hand),
+            all(each >= 1 for each in hand),
+        ),
+        (
+            "step against what was predicted",
+            "within 5 %",
+            f"median {median(off):.0%} off, worst {max(off):.0%}",
+            max(off) <= 0.05,
+        ),
+        (
+            "launches over the fewest under cap and dependencies",
+            "<= 1.1 times",
+            f"median {median(launches):.1f}, worst {max(launches):.1f}",
+            max(launches) <= 1.1,
+        ),
+        ("peak over the budget", "<= 1", f"worst {max(peaks):.2f}", max(peaks) <= 1),
+        ("the pass", "<= 1 s", f"worst {max(took):.1f} s of processor time", max(took) <= 1),
+    ]
+    outcomes = [[*row[:3], "met" if row[3] else "missed"] for row in found]
+    return [
+        Table("The optimizer on models and parallel forms", "", HEAD, 2, [*map(_cells, rows)]),
+        Table(
+            f"{TARGETS}: optimizer on models",
+            "",
+            ["", "target", "measured", "outcome"],
+            4,
+            outcomes,
+        ),
+    ]
 
 
 def _rank(rank: int, options: Any, backend: str, store: str, out: str) -> None:
@@ -689,11 +773,19 @@ def main() -> None:
     parser.add_argument("--links", nargs="+", default=["latency", "balanced", "bandwidth"])
     parser.add_argument("--only", nargs="+", choices=PROGRAMS)
     parser.add_argument("--out", default="rows.jsonl", help="a row of JSON per line is added")
+    _history.add_option(parser)
     options = parser.parse_args()
     for backend in options.backends:
         with tempfile.TemporaryDirectory() as folder:
             arguments = (options, backend, f"{folder}/store", options.out)
             mp.spawn(_rank, arguments, nprocs=options.ranks)
+    rows = [json.loads(line) for line in Path(options.out).read_text().splitlines()]
+    made = tables(rows)
+    for table in made:
+        print(table.text())
+    if options.record:
+        command = " ".join(["python", "benchmarks/optimizer_models.py", *sys.argv[1:]])
+        _history.record(options.record, machine("cpu"), command, made)
 
 
 if __name__ == "__main__":
