@@ -1,6 +1,6 @@
 """What the communication optimizer makes of 12 programs, by its cost model, and how long it takes.
 
-    python benchmarks/optimizer.py [--ranks 4] [--scaling] [--torch] [--measure]
+    python benchmarks/optimizer.py [--ranks 4] [--scaling] [--torch] [--measure] [--graphs N]
 
 No ranks are needed but for ``--measure``, which runs small forms of some programs on two ranks, the
 old graph and the new one in turns. The programs are traced in a fake world. Three links, by rule:
@@ -8,6 +8,10 @@ what they send takes as long as the rank computes (balanced), three times that (
 same in latency alone (latency). Shares are of what can be hidden: (serial - step) / (serial -
 bound), where no order takes less than the bound (`lower_bound` in
 torch_c10d_ext/optimizer/_bounds.py), which knows nothing of memory.
+
+``--graphs`` optimizes so many random graphs of the tests, of 12 to 51 nodes, with budgets of 1 to
+1.5 times what they take, every second with all_to_alls and several dtypes, every third with
+rounding, and counts peaks above the budget by the checker's own count.
 
 ``--torch`` has torch's own pass (torch._inductor.fx_passes.overlap_scheduling, with buckets)
 reorder the same graphs, in torch's ops. It is given this cost model as its estimates, as its own
@@ -18,9 +22,11 @@ from __future__ import annotations
 
 import argparse
 import logging
+import random
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,6 +48,7 @@ from benchmarks.optimizer_programs import (
 from torch_c10d_ext import Compute, Link, communication_report
 from torch_c10d_ext._op_info import op_info
 from torch_c10d_ext.optimizer import Settings, optimize_and_report
+from torch_c10d_ext.optimizer._checker import peak_bytes
 from torch_c10d_ext.optimizer._collectives import op_of, value_of, wire_bytes
 from torch_c10d_ext.optimizer._optimize import (
     DEFAULT_MEMORY,
@@ -96,8 +103,8 @@ def scaling() -> None:
         print(f"{len(graph.graph.nodes):8} {layers:12} {took:8.2f} {about.work:10}", flush=True)
 
 
-def torchs_pass(graph: Any, link: Link) -> tuple[float, int]:
-    """What a graph takes, and launches, after torch's own pass, by the cost model."""
+def torch_scheduled(graph: Any, link: Link, compute: Any = COMPUTE) -> GraphModule:
+    """A graph after torch's own pass, which is given this cost model."""
     from torch._inductor.fx_passes import overlap_scheduling
     from torch.utils import _runtime_estimation
 
@@ -108,7 +115,7 @@ def torchs_pass(graph: Any, link: Link) -> tuple[float, int]:
         name = op._schema.name.split("::")[1] if op is not None else ""
         if op is not None and op.namespace == "c10d_ext" and hasattr(ops, name):
             node.target = getattr(ops, name).default
-    costs = Settings.of(None, None, link=link, compute=COMPUTE).costs()
+    costs = Settings.of(None, None, link=link, compute=compute).costs()
 
     def milliseconds(node: Any, *_: Any) -> float:
         op = op_of(node)
@@ -125,13 +132,19 @@ def torchs_pass(graph: Any, link: Link) -> tuple[float, int]:
 
     overlap_scheduling.estimate_roofline_runtime_ms = milliseconds
     _runtime_estimation.get_gpu_dram_gbps = lambda: COMPUTE.memory_bandwidth / 1e9
-    new = overlap_scheduling.schedule_overlap_bucketing(
+    return overlap_scheduling.schedule_overlap_bucketing(
         new,
         collective_bucketing=True,
         custom_runtime_estimation=milliseconds,
         compute_estimator="analytical",
         max_memory_increase_ratio=DEFAULT_MEMORY - 1,
     )
+
+
+def torchs_pass(graph: Any, link: Link) -> tuple[float, int]:
+    """What a graph takes, and launches, after torch's own pass, by the cost model."""
+    new = torch_scheduled(graph, link)
+    costs = Settings.of(None, None, link=link, compute=COMPUTE).costs()
     p = _problem(new.graph, costs)
     timing = simulate(p, list(range(len(p.nodes) - 1)))
     return timing.total, timing.launches
@@ -162,6 +175,36 @@ def against_torch(ranks: int) -> None:
         "best of torch's pass and none, over ours: median "
         f"{statistics.median(ratios):.2f}, worst {min(ratios):.2f}"
     )
+
+
+def random_graphs(count: int) -> None:
+    """Whether peaks keep to budgets, and what else becomes of random graphs."""
+    from tests.optimizer.graphs import join_fake_world, random_graph
+
+    rng = random.Random(0)
+    seen = dict.fromkeys(("changed", "in parts", "refused by the checker", "above"), 0)
+    logging.getLogger("torch_c10d_ext").setLevel(logging.ERROR)
+    for seed in range(count):
+        ranks = 2 + seed % 3
+        if dist.get_world_size() != ranks:
+            join_fake_world(ranks)
+        graph = random_graph(seed, GROUP, ranks, 12 + seed % 40, moves=bool(seed % 2))
+        link = Link(10 ** rng.uniform(-7, -5), 10 ** rng.uniform(6, 9), shared="wire")
+        compute = Compute(10 ** rng.uniform(8, 10), 10 ** rng.uniform(7, 10))
+        settings = Settings.of(
+            None, None, link=link, compute=compute, numerics=["bitwise", "rounding"][seed % 3 == 0]
+        )
+        bytes_of = settings.costs().storage_bytes
+        own = peak_bytes(graph.graph, bytes_of)
+        budget = int(own * rng.choice([1.0, 1.0, rng.uniform(1.0, 1.5)]))
+        new, about = optimize_and_report(graph, replace(settings, memory_budget=budget))
+        seen["changed"] += about.changed
+        seen["in parts"] += " parts\n" in str(about)
+        seen["refused by the checker"] += "checker" in str(about)
+        seen["above"] += about.changed and peak_bytes(new.graph, bytes_of) > budget
+        if (seed + 1) % 500 == 0 or seed + 1 == count:
+            counts = ", ".join(f"{n} {what}" for what, n in seen.items())
+            print(f"{seed + 1} random graphs: {counts}", flush=True)
 
 
 # Programs that run, and about what a collective costs on one machine.
@@ -207,6 +250,7 @@ def main() -> None:
     parser.add_argument("--scaling", action="store_true", help="large graphs, too")
     parser.add_argument("--torch", action="store_true", help="torch's own pass, too")
     parser.add_argument("--measure", action="store_true", help="on two ranks alone")
+    parser.add_argument("--graphs", type=int, help="so many random graphs alone")
     options = parser.parse_args()
     if options.measure:
         for backend in MACHINE:
@@ -214,6 +258,10 @@ def main() -> None:
                 mp.spawn(measure_on_ranks, (backend, f"{folder}/store"), nprocs=2)
         return
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=options.ranks)
+    if options.graphs:
+        random_graphs(options.graphs)
+        dist.destroy_process_group()
+        return
     print(
         f"{'program':20} {'link':10} {'ms':>8} {'new ms':>8} {'ratio':>6} {'hidden':>7} {'new':>6} "
         f"{'n':>4} {'new':>4} {'peak':>6} {'s':>6}"

@@ -12,6 +12,8 @@ Expected output:
     peak 71,303,168 -> 72,351,744 bytes
     done: 2 all_gather_into_tensor of group '0' in 1 launches
     done: 15 of 16 collectives have more to run beside
+    not: 8 all_gather before a product in parts: its rows are summed over
+    not: 8 reduce_scatter of a product in parts: floats need numerics='rounding'
 """
 
 import sys

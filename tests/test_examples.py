@@ -53,6 +53,12 @@ def test_prints_what_its_docstring_says(name):
     assert [line for line in out.splitlines() if line] == documented_output(name)
 
 
+def test_the_optimizers_timelines_are_those_of_the_docs(tmp_path):
+    torchrun(1, ROOT / "examples/optimize_communication.py", [str(tmp_path)], deadline=100)
+    for name in ("optimizer-before.svg", "optimizer-after.svg"):
+        assert (tmp_path / name).read_text() == (ROOT / "docs" / name).read_text(), name
+
+
 def test_every_example_is_tested():
     helpers = {"reporting"}
     found = {path.stem for path in (ROOT / "examples").glob("*.py")} - helpers

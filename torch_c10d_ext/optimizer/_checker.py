@@ -29,6 +29,9 @@ bytes        a view of a view of the same shape, dtype and memory is the first;
 packed       columns of ``all_to_all(cat([rows of x, rows of y], 1))``, copied, are the bytes of
              ``all_to_all(x)`` and of ``all_to_all(y)``, where all parts are even
 sums         ``all_reduce(a) + all_reduce(b) = all_reduce(a + b)``; only where rounding is allowed
+in parts     rows of ``all_gather(x)``, and of ``all_gather(x) @ b``, from those of all rows of x;
+             rows of ``all_reduce(a @ b)`` from those of a; columns of ``reduce_scatter(a @ b)``
+             from those of b. Products of floats only where rounding is allowed; sums ask
 ===========  =====================================================================================
 """
 
@@ -135,6 +138,10 @@ def check_rewrite(
     def is_kept(term: int) -> bool:
         if term in new.collectives:
             return True
+        parts = new.in_parts.get(term)
+        if parts and all(part in new.collectives for part in parts):
+            instead.update(parts)
+            return True
         made = old.replaced.get(term, set())
         instead.update(made)
         return bool(made) and all(is_kept(each) for each in made)
@@ -185,6 +192,7 @@ class _Terms:
         self.roots: dict[int, int] = {}  # what has the same bytes in the same order, first made
         self.parts: dict[int, tuple[_Part, ...]] = {}  # of a message for all ranks
         self.part: dict[int, int] = {}  # by a message's columns: the term whose bytes they are
+        self.products: set[int] = set()  # reductions of products that were made in parts
 
     def number(self, key: Hashable, name: str) -> int:
         found = self.numbers.get(key)
@@ -209,6 +217,47 @@ class _Terms:
         if self.rounding or operation in _ANY_ORDER or (operation == "sum" and whole):
             return True
         return self.in_rank_order(rest["group_name"][1][1:-1])
+
+    def product(self, term: Any) -> tuple[str, int | None, int, int] | None:
+        """Op, bias and factors of the product of matrices that a term is, if it is one."""
+        key: Any = self.keys[term] if type(term) is int else ()
+        if not isinstance(key, tuple) or len(key) != 3 or key[2]:
+            return None
+        values, count = key[1], {"aten.mm.default": 2, "aten.addmm.default": 3}.get(key[0])
+        if count is None or not isinstance(values, tuple) or len(values) != count:
+            return None
+        if not all(type(value) is int for value in values):
+            return None
+        return (key[0], values[0] if count == 3 else None, values[-2], values[-1])
+
+    def whole(self, parts: Iterable[int | None], dim: int) -> int | None:
+        """What parts are all slices of, in order and without gaps."""
+        base, end = None, 0
+        for part in parts:
+            key: Any = self.keys[part] if type(part) is int else ()
+            if not (isinstance(key, tuple) and len(key) == 3 and key[0] == "aten.slice.Tensor"):
+                return None
+            values = key[1]
+            if key[2] or len(values) != 4 or type(values[0]) is not int:
+                return None
+            numbers = [int(v[1]) for v in values[1:] if type(v) is tuple and v[0] == "int"]
+            if len(numbers) != 3 or numbers[:2] != [dim, end] or numbers[2] <= end:
+                return None
+            if base not in (None, values[0]):
+                return None
+            base, end = values[0], numbers[2]
+        shape = self.shape(base) if base is not None else None
+        return base if shape is not None and len(shape) > dim and shape[dim] == end else None
+
+    def shape(self, term: int) -> tuple[int, ...] | None:
+        """The shape of a term in numbers, whatever its strides."""
+        if term in self.types:
+            return self.types[term][0]
+        node = self.types.noted.get(term)
+        value = _val(node) if node is not None else None
+        if not isinstance(value, torch.Tensor) or not all(type(s) is int for s in value.shape):
+            return None
+        return tuple(value.shape)
 
     def show(self, value: Any) -> str:
         if isinstance(value, int) and 0 <= value < len(self.names):
@@ -305,6 +354,7 @@ class _Evaluation:
         self.effects: list[Any] = []
         self.collectives: dict[int, str] = {}
         self.replaced: dict[int, set[int]] = {}  # by a rule: by which collectives
+        self.in_parts: dict[int, set[int]] = {}  # which collectives are parts of one
         self.buckets: dict[Any, tuple[str, str | None, str, set[torch.dtype], str]] = {}
         # By launch and number: what it reads and writes.
         self.flying: dict[tuple[Node, int], tuple[tuple[_Cell, ...], tuple[_Cell, ...]]] = {}
@@ -406,7 +456,9 @@ class _Evaluation:
         name = _text(op)
         if name in _OF_BYTES:
             term = self._same_bytes(node, op, key)
-        if term is None and name == "aten.slice.Tensor":
+        if name == "aten.cat.default":
+            term = self._joined(node, key)
+        elif term is None and name == "aten.slice.Tensor":
             term = self._rows(node, op, key)
         elif name in _FILLS:
             term = self._filled(node, op, key)
@@ -461,6 +513,10 @@ class _Evaluation:
             if _bytes(type_) != _bytes(terms.types[member]):
                 return None
             return self._as_root(member, key, node.name, type_)
+        if name in _RESHAPES and source in terms.products and type_ is not None:
+            seen = self._seen_before(node, source, values, type_)
+            if seen is not None:
+                return seen
         if name in _RESHAPES and type_ is not None and source in terms.types:
             dtype: torch.dtype | None = terms.types[source][1]
             # What the call says, not what is noted of its result.
@@ -549,6 +605,142 @@ class _Evaluation:
         elif operation not in ("min", "max"):
             return None
         return self._constant((shape, dtype), device, number, name)
+
+    def _joined(self, node: Node, key: Any) -> int | None:
+        """The term of parts of one collective, put together."""
+        terms, type_ = self.terms, _type_of(_val(node))
+        if type_ is None or key[2] or not 1 <= len(key[1]) <= 2 or len(key[1][0]) < 2:
+            return None
+        dim = int(key[1][1][1]) if len(key[1]) == 2 else 0
+        if not all(type(term) is int for term in key[1][0]):
+            return None
+        parts: list[int] = list(key[1][0])
+        if dim == 1 and len(type_[0]) == 3:
+            return self._gathered_rows(parts, key, type_, node.name)
+        kinds = {0: "all_reduce", 1: "reduce_scatter_tensor"}
+        if dim not in kinds or len(type_[0]) != 2:
+            return None
+        found: list[Any] = [terms.collective(term, kinds[dim]) for term in parts]
+        if any(c is None or c[:3] != found[0][:3] for c in found):
+            return None
+        product = self._product_of_parts([c[3] for c in found], "rows" if dim == 0 else "columns")
+        if product is None:
+            return None
+        rest = dict(found[0][2])
+        rows, columns = terms.types[product][0]
+        if dim == 1:
+            size = int(rest["group_size"][1])
+            if rows % size:
+                return None
+            rows //= size
+        whole = (*found[0][:3], product)
+        if (rows, columns) != type_[0] or not terms.keeps_bits(whole):
+            return None
+        term = terms.number(whole, node.name)
+        terms.types.setdefault(term, type_)
+        terms.products.add(term)
+        self.in_parts.setdefault(term, set()).update(parts)
+        return term
+
+    def _product_of_parts(self, parts: list[int], cut: str) -> int | None:
+        """The product that parts are all rows or columns of, in order."""
+        terms = self.terms
+        found: list[Any] = [terms.product(term) for term in parts]
+        if any(p is None or p[0] != found[0][0] for p in found):
+            return None
+        names, biases, firsts, seconds = zip(*found, strict=True)
+        if cut == "rows":
+            first, second = terms.whole(firsts, 0), seconds[0]
+            same, bias = {*seconds}, biases[0]
+            if len({*biases}) != 1:
+                return None
+        else:
+            first, second = firsts[0], terms.whole(seconds, 1)
+            same = {*firsts}
+            bias = None if biases[0] is None else terms.whole(biases, 0)
+            if biases[0] is not None and bias is None:
+                return None
+        if first is None or second is None or len(same) != 1:
+            return None
+        return self._product(names[0], bias, first, second, parts[0])
+
+    def _product(
+        self, name: str, bias: int | None, first: int, second: int, like: int
+    ) -> int | None:
+        terms = self.terms
+        a, b = terms.shape(first), terms.shape(second)
+        of_bias = (b[1],) if bias is None and b else terms.shape(bias) if bias is not None else None
+        if a is None or b is None or len(a) != 2 or len(b) != 2 or a[1] != b[0]:
+            return None
+        if of_bias != (b[1],) or like not in terms.types:
+            return None
+        dtype = terms.types[like][1]
+        if not terms.rounding and (dtype.is_floating_point or dtype.is_complex):
+            return None
+        values = (first, second) if bias is None else (bias, first, second)
+        term = terms.number((name, values, ()), "product of parts")
+        terms.types.setdefault(term, ((a[0], b[1]), dtype))
+        return term
+
+    def _gathered_rows(self, parts: list[int], key: Any, type_: _Type, name: str) -> int | None:
+        """The term of rows that ranks gave in parts, or of their product with a matrix."""
+        terms = self.terms
+        roots = [terms.roots.get(term, term) for term in parts]
+        products: list[Any] = [terms.product(root) for root in roots]
+        given = [root if p is None else p[2] for root, p in zip(roots, products, strict=True)]
+        found: list[Any] = [terms.collective(term, "all_gather_into_tensor") for term in given]
+        if any(c is None or c[:3] != found[0][:3] for c in found):
+            return None
+        if any((p is None) != (products[0] is None) for p in products):
+            return None
+        whole = terms.whole([c[3] for c in found], 0)
+        if whole is None or whole not in terms.types:
+            return None
+        size = int(dict(found[0][2])["group_size"][1])
+        shape, dtype = terms.types[whole]
+        for term, c in zip(parts, found, strict=True):
+            rows = (terms.shape(c[3]) or (0,))[0]
+            if term not in terms.types or terms.types[term][0] != (size, rows, type_[0][2]):
+                return None
+        if len(shape) != 2 or type_[0][:2] != (size, shape[0]):
+            return None
+        # As a gather of what the rows are a view of.
+        root = terms.roots.get(whole, whole)
+        collective = terms.number((*found[0][:3], root), name)
+        rooted = terms.types[root][0]
+        made = ((rooted[0] * size, *rooted[1:]) if rooted else (size,), terms.types[root][1])
+        terms.types.setdefault(collective, made)
+        gathered = self._as_root(collective, key, name, ((size * shape[0], shape[1]), dtype))
+        self.in_parts.setdefault(collective, set()).update(given)
+        if products[0] is None:
+            return self._as_root(collective, key, name, type_) if type_[1] == dtype else None
+        if any(p[:2] != products[0][:2] or p[3] != products[0][3] for p in products):
+            return None
+        target, bias, _, second = products[0]
+        product = self._product(target, bias, gathered, second, roots[0])
+        if product is None or terms.types[product][1] != type_[1]:
+            return None
+        return self._as_root(product, key, name, type_)
+
+    def _seen_before(self, node: Node, source: int, values: Any, type_: _Type) -> int | None:
+        """The reduction of a view of a product, for a view of the reduction of a product."""
+        terms = self.terms
+        space, kind, rest, product = terms.keys[source]
+        if len(values) != 2 or not _fits_shape(values[1], type_[0]):
+            return None
+        shape, dtype = terms.types[source]
+        if type_[1] != dtype or math.prod(shape) != math.prod(type_[0]):
+            return None
+        given = type_[0]
+        if kind == "reduce_scatter_tensor":
+            given = (given[0] * int(dict(rest)["group_size"][1]), *given[1:])
+        view = terms.number(("bytes", product, (given, dtype)), node.name)
+        terms.types.setdefault(view, (given, dtype))
+        terms.roots[view] = product
+        term = terms.number((space, kind, rest, view), node.name)
+        terms.types.setdefault(term, type_)
+        self.in_parts.setdefault(term, set()).update(self.in_parts[source])
+        return term
 
     def _as_root(self, root: int, key: Any, name: str, type_: _Type) -> int:
         """The term of bytes of ``root`` of a type: ``root`` itself, if it is of that type."""

@@ -31,13 +31,14 @@ from torch_c10d_ext.optimizer._algebra import Simplified, simplify
 from torch_c10d_ext.optimizer._bounds import lower_bound
 from torch_c10d_ext.optimizer._buckets import bucket_key, is_exact, is_packed
 from torch_c10d_ext.optimizer._checker import CheckFailed, check_rewrite, peak_bytes
+from torch_c10d_ext.optimizer._chunks import Site, Sites, find_sites, gain, write_parts
 from torch_c10d_ext.optimizer._collectives import Collective, op_of, tensors_in, value_of
 from torch_c10d_ext.optimizer._costs import Costs
 from torch_c10d_ext.optimizer._plan import TOLERANCE, Plan, choose_plan
 from torch_c10d_ext.optimizer._problem import Problem, Unsupported, read_problem
 from torch_c10d_ext.optimizer._rewrite import apply_schedule
 from torch_c10d_ext.optimizer._schedule import Step
-from torch_c10d_ext.optimizer._simulate import hidden_share
+from torch_c10d_ext.optimizer._simulate import hidden_share, simulate
 from torch_c10d_ext.report import Compute, Link
 
 _log = logging.getLogger("torch_c10d_ext")
@@ -48,6 +49,9 @@ Program = TypeVar("Program", GraphModule, ExportedProgram)
 DEFAULT_MEMORY = 1.1
 
 _MEBI = 1024 * 1024
+
+# Nodes of a graph that sets of sites are tried on, one after the other.
+_MUCH = 4_000
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class Settings:
     overlap: bool = True
     bucket: bool = True
     algebra: bool = True
+    chunk: bool = True
     agree: str = "every"
     spmd: bool = False
 
@@ -168,6 +173,7 @@ def optimize(
     overlap: bool = True,
     bucket: bool = True,
     algebra: bool = True,
+    chunk: bool = True,
     agree: str = "every",
     spmd: bool = False,
     explain: bool = False,
@@ -196,10 +202,13 @@ def optimize(
             graph stays as it is.
         bucket_bytes: bytes of a rank's inputs that one launch may take.
         numerics: ``"bitwise"``: the values stay the same to the last bit. ``"rounding"``: sums may
-            be made in another order, which backends other than shm need for buckets of sums.
+            be made in another order, which backends other than shm need for buckets of sums, and
+            products of floats to be made in parts.
         overlap: whether nodes may be moved.
         bucket: whether collectives may share a launch.
         algebra: whether collectives may be replaced by cheaper ones.
+        chunk: whether a product of matrices and the collective before or behind it may be made in
+            parts that overlap. Integers alone are, but for ``numerics="rounding"``.
         agree: when the ranks compare their orders, before the graph's first collective.
             ``"every"``: at every run, which costs a collective of 40 bytes per group, and also
             finds a rank that was recompiled by itself; groups without CPU tensors compare at the
@@ -239,6 +248,7 @@ def optimize(
         overlap=overlap,
         bucket=bucket,
         algebra=algebra,
+        chunk=chunk,
         agree=agree,
         spmd=spmd,
     )
@@ -316,16 +326,7 @@ def _optimized_graph(
 ) -> tuple[Graph | None, Optimization]:
     about = Optimization()
     try:
-        try:
-            decided, about = _decided(graph, settings)
-        except CheckFailed as error:
-            if not settings.algebra:
-                raise
-            # Some pairs of rules and buckets are right, and more than the checker can follow.
-            _log.info("optimize: the rules are left out, as the checker found %s", error)
-            settings = replace(settings, algebra=False)
-            decided, about = _decided(graph, settings)
-            about.missed.append(f"the rules, as the checker could not follow them: {error}")
+        decided, about, settings = _followed(graph, settings)
     except _Unchanged as unchanged:
         about = unchanged.about
         about.reason = str(unchanged)
@@ -338,13 +339,16 @@ def _optimized_graph(
         _log.warning("optimize: the graph stays as it is, as %s", reason)
         return _comparing(graph, settings, about, in_place), about
     about.changed = True
-    new, order = decided
+    new = decided.graph
     if in_place:
         # The same steps once more: names of nodes stay, which a copy's would not.
         p = _problem(graph, settings.costs())
         if settings.algebra and _simplified(graph, p, settings).done:
             p = _problem(graph, settings.costs())
-        apply_schedule(graph, p, order)
+        if decided.parts:
+            _write_parts(graph, p, settings, decided.parts)
+            p = _problem(graph, settings.costs())
+        apply_schedule(graph, p, decided.order)
         new = graph
     if settings.agree != "never" and about.plan:
         _add_agreement(new, about.plan, settings.agree == "every", in_place)
@@ -360,9 +364,45 @@ class _Unchanged(Exception):
         self.about = about
 
 
-def _decided(
-    graph: Graph, settings: Settings
-) -> tuple[tuple[Graph, tuple[Step, ...]], Optimization]:
+@dataclass(frozen=True)
+class _Decision:
+    """A graph that has passed the checker, and how it came to be.
+
+    Attributes:
+        graph: the new graph.
+        order: of its nodes, as a problem numbers them.
+        parts: by the number of a site's start, in how many parts it is made.
+    """
+
+    graph: Graph
+    order: tuple[Step, ...]
+    parts: tuple[tuple[int, int], ...]
+
+
+# Some pairs of steps are right, and more than the checker can follow: then without these.
+_LEFT_OUT = (((), ""), (("algebra",), "the rules"), (("chunk",), "parts"))
+
+
+def _followed(graph: Graph, settings: Settings) -> tuple[_Decision, Optimization, Settings]:
+    """What :func:`_decided` decides, without what the checker cannot follow."""
+    why = ""
+    for names, what in (*_LEFT_OUT, (("algebra", "chunk"), "the rules and parts")):
+        off: dict[str, Any] = dict.fromkeys(names, False)
+        used = replace(settings, **off)
+        try:
+            decided, about = _decided(graph, used)
+        except CheckFailed as error:
+            failed = error
+            why = why or str(error)
+            _log.info("optimize: something is left out, as the checker found %s", error)
+            continue
+        if what:
+            about.missed.append(f"{what}, as the checker could not follow them: {why}")
+        return decided, about, used
+    raise failed
+
+
+def _decided(graph: Graph, settings: Settings) -> tuple[_Decision, Optimization]:
     """What :func:`_decide` decides, without packed launches where these take too much memory."""
     for pack in (True, False):
         about = Optimization()
@@ -413,9 +453,7 @@ class _TooMuch(Exception):
     """What the copies of packed launches hold does not fit into memory."""
 
 
-def _decide(
-    given: Graph, settings: Settings, about: Optimization, pack: bool = True
-) -> tuple[Graph, tuple[Step, ...]]:
+def _decide(given: Graph, settings: Settings, about: Optimization, pack: bool = True) -> _Decision:
     """A copy of a graph that is faster and has passed the checker, and the order of its nodes."""
     if not _has_collectives(given):
         raise Unsupported("it has no collectives")
@@ -451,6 +489,11 @@ def _decide(
         p, keys, sizes, cap=settings.bucket_bytes, memory=memory, overlap=settings.overlap
     )
     about.work = plan.work
+    parts: tuple[tuple[int, int], ...] = ()
+    if settings.chunk and settings.overlap and plan.peak <= memory:
+        better = _in_parts(graph, p, settings, costs, plan, memory, about, pack)
+        if better is not None:
+            graph, p, keys, plan, parts = better
     # Comparing takes a small collective per group.
     price = 0.0
     if settings.agree == "every":
@@ -460,6 +503,7 @@ def _decide(
     gained = plan.timing.total + price < own.before.total * (1 - TOLERANCE)
     fewer = bool(simplified) and plan.timing.total + price <= own.before.total
     if not (gained or fewer) or plan.peak > memory:
+        about.done.clear()
         raise Unsupported(
             "no schedule is faster by the cost model than its own, "
             f"{own.before.total * 1e6:,.1f} us"
@@ -476,7 +520,9 @@ def _decide(
             raise _TooMuch
     about.peak = held
     about.seconds, about.launches = plan.timing.total, plan.timing.launches
-    about.hidden = hidden_share(p, plan.timing.total, lower_bound(p, keys) if simplified else bound)
+    if simplified or parts:
+        bound = lower_bound(p, keys)
+    about.hidden = hidden_share(p, plan.timing.total, bound)
     check_rewrite(
         given,
         graph,
@@ -489,7 +535,88 @@ def _decide(
         _place_in,
         settings.spmd,
     )
-    return graph, plan.order
+    return _Decision(graph, plan.order, parts)
+
+
+def _in_parts(
+    given: Graph,
+    p: Problem,
+    settings: Settings,
+    costs: Costs,
+    plan: Plan,
+    memory: float,
+    about: Optimization,
+    pack: bool,
+) -> tuple[Graph, Problem, dict[int, Hashable], Plan, tuple[tuple[int, int], ...]] | None:
+    """A copy of a graph with sites made in parts, where that is faster; and what it takes."""
+    sites = _sites(given, p, settings)
+    stalls: dict[int, float] = {}
+    simulate(p, plan.order, stalls)
+    least = TOLERANCE * plan.timing.total
+    wanted: list[tuple[float, Site, int]] = []
+    for site in sites.found:
+        stall = stalls.get(site.start, 0.0)
+        saved, parts = max((gain(p, costs, site, n), -n) for n in site.parts())
+        if stall <= least:
+            sites.miss(site.what, "nothing waits for it")
+        elif min(saved, stall) <= least:
+            sites.miss(site.what, "launches and copies cost what it gains, by the cost model")
+        else:
+            wanted.append((min(saved, stall), site, -parts))
+    wanted.sort(key=lambda entry: (-entry[0], entry[1].start))
+    taken: set[Node] = set()
+    for entry in list(wanted):
+        if taken & {*entry[1].products}:
+            wanted.remove(entry)
+            sites.miss(entry[1].what, "its product is in parts for another collective")
+        taken.update(entry[1].products)
+    best = None
+    too_large = False
+    # All of them, and where that is too much for memory or the link, the most worthwhile alone.
+    counts = [len(wanted), -(-len(wanted) // 2), 1] if wanted else []
+    if len(p.nodes) > _MUCH:
+        counts = counts[:1]
+    for count in sorted(set(counts), reverse=True):
+        chosen = tuple(sorted((site.start, parts) for _, site, parts in wanted[:count]))
+        graph = _copy_of(given)
+        _write_parts(graph, _problem(graph, costs), settings, chosen)
+        q = _problem(graph, costs)
+        keys: dict[int, Hashable] = {}
+        sizes: dict[int, float] = {}
+        if settings.bucket:
+            keys, sizes = _bucket_keys(q, settings, costs, Optimization(), pack)
+        other = choose_plan(
+            q, keys, sizes, cap=settings.bucket_bytes, memory=memory, overlap=settings.overlap
+        )
+        about.work += other.work
+        too_large |= other.peak > memory
+        total = best[3].timing.total if best is not None else plan.timing.total
+        if other.peak <= memory and other.timing.total < total * (1 - TOLERANCE):
+            best = graph, q, keys, other, chosen
+    made = dict(best[4]) if best is not None else {}
+    for _, site, _ in wanted:
+        if site.start not in made:
+            why = "parts take more memory than there is" if too_large else "no schedule is faster"
+            sites.miss(site.what, why)
+    about.missed += sites.lines()
+    done: dict[tuple[str, int], int] = {}
+    for _, site, _ in wanted:
+        if site.start in made:
+            key = site.what, made[site.start]
+            done[key] = done.get(key, 0) + 1
+    about.done += [f"{count} {what} in {parts} parts" for (what, parts), count in done.items()]
+    return best
+
+
+def _sites(graph: Graph, p: Problem, settings: Settings) -> Sites:
+    return find_sites(p, graph, settings.numerics, _same_bits(settings))
+
+
+def _write_parts(
+    graph: Graph, p: Problem, settings: Settings, chosen: tuple[tuple[int, int], ...]
+) -> None:
+    by_start = {site.start: site for site in _sites(graph, p, settings).found}
+    write_parts(graph, [(by_start[start], parts) for start, parts in chosen])
 
 
 def _place_in(group: str) -> tuple[int, int]:

@@ -26,8 +26,11 @@ class Timing:
     launches: int
 
 
-def simulate(p: Problem, order: Sequence[Step]) -> Timing:
-    """Runs a schedule: nodes in order on one stream, launches in order on each link."""
+def simulate(p: Problem, order: Sequence[Step], stalls: dict[int, float] | None = None) -> Timing:
+    """Runs a schedule: nodes in order on one stream, launches in order on each link.
+
+    ``stalls`` gets the seconds that the stream stands still for each start that it does so for.
+    """
     now = computing = sent = 0.0
     launches = 0
     free = [0.0] * len(p.lanes)
@@ -37,6 +40,8 @@ def simulate(p: Problem, order: Sequence[Step]) -> Timing:
         if type(step) is int and step not in p.collectives:
             start = p.started_by.get(step)
             if start is not None:
+                if stalls is not None and lands[start] > now:
+                    stalls[start] = stalls.get(start, 0.0) + lands[start] - now
                 now = max(now, lands[start])
                 if start in packed:
                     now += p.copying[start]
