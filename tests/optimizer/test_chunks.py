@@ -46,16 +46,19 @@ def _settings(**changes: Any) -> Settings:
 
 def _gathered(x: Tensor, ops: Any = ext) -> Tensor:
     n = dist.get_world_size()
-    return ops.wait_tensor(ops.all_gather_into_tensor(x, n, _group()))  # type: ignore[no-any-return]
+    whole: Tensor = ops.wait_tensor(ops.all_gather_into_tensor(x, n, _group()))
+    return whole
 
 
 def _scattered(x: Tensor, op: str = "sum", ops: Any = ext) -> Tensor:
     n = dist.get_world_size()
-    return ops.wait_tensor(ops.reduce_scatter_tensor(x, op, n, _group()))  # type: ignore[no-any-return]
+    part: Tensor = ops.wait_tensor(ops.reduce_scatter_tensor(x, op, n, _group()))
+    return part
 
 
 def _reduced(x: Tensor, op: str = "sum", ops: Any = ext) -> Tensor:
-    return ops.wait_tensor(ops.all_reduce(x, op, _group()))  # type: ignore[no-any-return]
+    total: Tensor = ops.wait_tensor(ops.all_reduce(x, op, _group()))
+    return total
 
 
 def _folded(x: Tensor) -> Tensor:
