@@ -22,10 +22,10 @@ at::Tensor snapshot_of(const at::Tensor& source);
 // Whether a snapshot can share `source`'s memory.
 bool can_share(const at::Tensor& source);
 
-// Whether a snapshot shares `t`'s memory, or did: a write through a tensor may move `t` then, and
-// the memory it had goes with the snapshot.
+// Whether a snapshot shares `t`'s memory, or did. The next write through a tensor may then move
+// `t`, and its old memory lives as long as the snapshot.
 bool may_move(const at::Tensor& t);
-// Moves what may move, so that it stays where it is. For who is about to take addresses.
+// Moves what may move now, so that addresses taken from now on stay right.
 void settle_memory(at::TensorList tensors);
 
 // For who has read the address of dense memory at the start: what keeps the values there from now
