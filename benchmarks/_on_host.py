@@ -56,11 +56,13 @@ def _groups(engines: list[str]) -> dict[str, Any]:
     return groups
 
 
-def _calls(verb: str, size: int, groups: dict[str, Any], mpi: Any) -> dict[str, Call]:
+def _calls(collective: str, size: int, groups: dict[str, Any], mpi: Any) -> dict[str, Call]:
     """By peer; ``size``: bytes of a rank's larger buffer."""
     n = dist.get_world_size()
     count = (
-        max(size // 4 // n * n, n) if verb != "all_reduce" and verb != "broadcast" else size // 4
+        max(size // 4 // n * n, n)
+        if collective != "all_reduce" and collective != "broadcast"
+        else size // 4
     )
     count = max(count, 2)
     whole, part = torch.zeros(count), torch.zeros(max(count // n, 1))
@@ -73,7 +75,7 @@ def _calls(verb: str, size: int, groups: dict[str, Any], mpi: Any) -> dict[str, 
             "all_gather": lambda: all_gather(whole, part, group=group),
             "reduce_scatter": lambda: reduce_scatter(part, whole, group=group),
             "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
-        }[verb]
+        }[collective]
 
     calls = {name: ours(group) for name, group in groups.items()}
     if mpi is not None:
@@ -85,7 +87,7 @@ def _calls(verb: str, size: int, groups: dict[str, Any], mpi: Any) -> dict[str, 
             "all_gather": lambda: world.Allgather(b, a),
             "reduce_scatter": lambda: world.Reduce_scatter_block(a, b),
             "all_to_all": lambda: world.Alltoall(a, c),
-        }[verb]
+        }[collective]
     return calls
 
 
@@ -180,10 +182,10 @@ def main() -> None:
     latency, rate = _link(plan["places"])
     if dist.get_rank() == 0:
         print(json.dumps({"latency": latency, "rate": rate, "mpich": mpi is not None}), flush=True)
-    for verb, size in plan["cases"]:
-        times = _measure(_calls(verb, size, groups, mpi), plan["rounds"])
+    for collective, size in plan["cases"]:
+        times = _measure(_calls(collective, size, groups, mpi), plan["rounds"])
         if dist.get_rank() == 0:
-            print(json.dumps({"verb": verb, "size": size, "times": times}), flush=True)
+            print(json.dumps({"collective": collective, "size": size, "times": times}), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,7 +1,7 @@
 """Measures groups on several hosts, emulated by namespaces of one machine: part ``hosts``.
 
     python benchmarks/hosts.py [--layout 2x2 ...] [--rounds N] [--mbit N] [--delay-us N]
-                               [--only VERB ...] [--record NAME]
+                               [--only COLLECTIVE ...] [--record NAME]
 
 Peers: gloo, the flat fall-back of shm, backend mpi and MPICH itself (through mpi4py, where
 ``tools/get_peers.sh mpich`` has installed it), against shm with gloo and with mpi between hosts.
@@ -29,7 +29,7 @@ from benchmarks import _history  # noqa: E402
 from benchmarks._report import Table, machine, today  # noqa: E402
 from tests.harness.emulated_hosts import emulated_hosts, why_not  # noqa: E402
 
-VERBS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20)
 # Of the rate of an Ethernet of 1500-byte frames, what is left for data.
 GOODPUT = 0.94
@@ -37,15 +37,15 @@ LAYOUTS = {"2x1": (2, 1), "2x2": (2, 2), "4x1": (4, 1), "4x2": (4, 2)}
 DEADLINE = 560.0
 
 
-def bound(verb: str, size: int, hosts: int, ranks: int, rate: float, latency: float) -> float:
+def bound(collective: str, size: int, hosts: int, ranks: int, rate: float, latency: float) -> float:
     """Seconds that the link alone takes; ``size``: bytes of a rank's larger buffer."""
     n = hosts * ranks
     share = size / n
-    if verb == "all_reduce":
+    if collective == "all_reduce":
         return max(2 * (hosts - 1) / hosts * size / rate, latency)
-    if verb in ("all_gather", "reduce_scatter"):
+    if collective in ("all_gather", "reduce_scatter"):
         return latency + (hosts - 1) * ranks * share / rate
-    if verb == "all_to_all":
+    if collective == "all_to_all":
         return latency + (hosts - 1) * ranks**2 * share / rate
     return latency + size / rate
 
@@ -60,7 +60,7 @@ def measure(layout: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         "places": places,
         "mpi4py": options.mpi4py or (str(packages[0]) if packages else ""),
         "rounds": options.rounds,
-        "cases": [(verb, size) for verb in options.only for size in options.sizes],
+        "cases": [(collective, size) for collective in options.only for size in options.sizes],
     }
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -108,7 +108,7 @@ def table_of(layout: str, said: list[dict[str, Any]], options: argparse.Namespac
         f"{link['rate'] / 1e6:.0f} MB/s. size: bytes of a rank's larger buffer. Median of "
         f"{options.rounds} rounds in turns; of the slowest rank. ours: the faster of shm+gloo and "
         "shm+mpi, against the bound, and in the same round against the fastest of the others.",
-        ["verb", "size", *names, "bound", "ours/bound", "ours/best other"],
+        ["collective", "size", *names, "bound", "ours/bound", "ours/best other"],
         1,
     )
     for case in cases:
@@ -118,10 +118,10 @@ def table_of(layout: str, said: list[dict[str, Any]], options: argparse.Namespac
         others = [name for name in names if name not in ("shm+gloo", "shm+mpi")]
         other = min(others, key=medians.__getitem__)
         ratio = statistics.median(a / b for a, b in zip(times[best], times[other], strict=True))
-        limit = bound(case["verb"], case["size"], hosts, ranks, rate, link["latency"])
+        limit = bound(case["collective"], case["size"], hosts, ranks, rate, link["latency"])
         table.rows.append(
             [
-                case["verb"],
+                case["collective"],
                 f"{case['size']:,}",
                 *(time_text(medians[name]) for name in names),
                 time_text(limit),
@@ -139,7 +139,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--mbit", type=float, default=1000)
     parser.add_argument("--delay-us", type=int, default=100)
-    parser.add_argument("--only", nargs="+", choices=VERBS, default=list(VERBS))
+    parser.add_argument("--only", nargs="+", choices=COLLECTIVES, default=list(COLLECTIVES))
     parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES))
     parser.add_argument("--mpi4py", help="a directory with mpi4py, for MPICH as a peer")
     _history.add_option(parser)

@@ -22,7 +22,7 @@ def _say(**words: Any) -> None:
     print(json.dumps(words), flush=True)
 
 
-def verbs() -> None:
+def collectives() -> None:
     """Every way between hosts, and the groups of a mesh."""
     n, rank = dist.get_world_size(), dist.get_rank()
     for count in (1, 70_000, 2_000_003):
@@ -87,7 +87,7 @@ def random_calls() -> None:
         return int(torch.randint(high, (1,), generator=common))
 
     for i in range(calls):
-        verb, count = pick(7), pick(4) and 1 << pick(17)
+        collective, count = pick(7), pick(4) and 1 << pick(17)
         dtype = (torch.int32, torch.float32, torch.int64, torch.uint8)[pick(4)]
         root, seed = pick(n), pick(1 << 30)
         # Small integers, so that sums of all types are exact.
@@ -99,24 +99,24 @@ def random_calls() -> None:
         ]
         total = sum(part.to(torch.int64) for part in of).to(dtype)
         own = of[rank].clone()
-        if verb == 0:
+        if collective == 0:
             dist.all_reduce(own)
             want = total
-        elif verb == 1:
+        elif collective == 1:
             dist.broadcast(own, root)
             want = of[root]
-        elif verb == 2:
+        elif collective == 2:
             dist.reduce(own, root)
             want = total if rank == root else own
-        elif verb == 3:
+        elif collective == 3:
             out = torch.empty(n * n * count, dtype=dtype)
             all_gather_single(out, own.flatten())
             own, want = out, torch.cat([part.flatten() for part in of])
-        elif verb == 4:
+        elif collective == 4:
             out = torch.empty(count, dtype=dtype)
             reduce_scatter_single(out, own.flatten())
             own, want = out, total[rank]
-        elif verb == 5:
+        elif collective == 5:
             out = torch.empty(n, count, dtype=dtype)
             dist.all_to_all_single(out, own)
             own, want = out, torch.stack([part[rank] for part in of])
@@ -126,7 +126,7 @@ def random_calls() -> None:
             dist.recv(out, (rank - 1) % n, tag=i % 5)
             request.wait()
             own, want = out, of[(rank - 1) % n]
-        assert torch.equal(own, want), (i, verb, count, dtype, root)
+        assert torch.equal(own, want), (i, collective, count, dtype, root)
     dist.barrier()
     _say(done=calls)
     dist.destroy_process_group()
@@ -134,7 +134,9 @@ def random_calls() -> None:
 
 def main() -> None:
     dist.init_process_group("shm", timeout=TIMEOUT)
-    {"verbs": verbs, "until_it_fails": until_it_fails, "random_calls": random_calls}[sys.argv[1]]()
+    {"collectives": collectives, "until_it_fails": until_it_fails, "random_calls": random_calls}[
+        sys.argv[1]
+    ]()
 
 
 main()

@@ -96,9 +96,9 @@ def _ranks(
 
 @pytest.mark.parametrize("engine", ["gloo", "mpi"])
 @pytest.mark.parametrize("places", [(0, 0, 1, 1), (0, 1, 1, 1), (0, 1, 2, 0, 1, 2)], ids=str)
-def test_verbs_and_groups(places: tuple[int, ...], engine: str, tmp_path: Path) -> None:
+def test_collectives_and_groups(places: tuple[int, ...], engine: str, tmp_path: Path) -> None:
     settings = {} if engine == "gloo" else {"TORCH_C10D_EXT_SHM_BETWEEN_HOSTS": engine}
-    with _ranks(places, "verbs", tmp_path, 0, **settings) as ranks:
+    with _ranks(places, "collectives", tmp_path, 0, **settings) as ranks:
         hosts = [[r for r, at in enumerate(places) if at == h] for h in range(max(places) + 1)]
         for rank, at in enumerate(places):
             said = ranks.result(rank)
@@ -165,14 +165,14 @@ def test_the_benchmarks_bound_is_that_of_the_model() -> None:
     free = Link(latency=0, bandwidth=float("inf"))
     for hosts, here in ((2, 2), (4, 2), (4, 8)):
         topology = Topology(here, inside=free, between=Link(latency=1e-4, bandwidth=1e8))
-        for verb, op in (
+        for collective, op in (
             ("all_gather", "all_gather_into_tensor"),
             ("reduce_scatter", "reduce_scatter_tensor"),
             ("all_to_all", "all_to_all_single"),
             ("broadcast", "broadcast"),
         ):
             times = topology.times(op, hosts * here, 1 << 24)
-            bound = bench.bound(verb, 1 << 24, hosts, here, 1e8, 1e-4)
+            bound = bench.bound(collective, 1 << 24, hosts, here, 1e8, 1e-4)
             assert times["rails"] == pytest.approx(bound)
         rails = topology.times("all_reduce", hosts * here, 1 << 24)["rails"]
         assert rails - 1e-4 == pytest.approx(

@@ -69,22 +69,18 @@ static_assert(std::size(kAlgorithmNames) == kAlgorithms);
 
 constexpr std::string_view kDTypeClassNames[] = {"*", "float8", "other"};
 
-constexpr std::pair<std::string_view, OpType> kOpNames[] = {
-    {"all_reduce", OpType::AllReduce},
-    {"reduce", OpType::Reduce},
-    {"broadcast", OpType::Broadcast},
-    {"all_gather", OpType::AllGather},
-    {"reduce_scatter", OpType::ReduceScatter},
-    {"all_to_all", OpType::AllToAll},
-    {"gather", OpType::Gather},
-    {"scatter", OpType::Scatter},
-    {"all_reduce_sparse", OpType::SparseAllReduce},
-};
+constexpr OpType kOpsWithRules[] = {
+    OpType::AllReduce, OpType::Reduce,        OpType::Broadcast,
+    OpType::AllGather, OpType::ReduceScatter, OpType::AllToAll,
+    OpType::Gather,    OpType::Scatter,       OpType::SparseAllReduce};
+
+// A sparse all_reduce has rules of its own.
+std::string_view name_in_rules(OpType op) {
+  return op == OpType::SparseAllReduce ? "all_reduce_sparse" : name_of(op);
+}
 
 std::string_view op_name(const Rule& rule) {
-  const auto* const found = std::find_if(std::begin(kOpNames), std::end(kOpNames),
-                                         [&](const auto& o) { return o.second == rule.op; });
-  return found == std::end(kOpNames) ? "*" : found->first;
+  return rule.op ? name_in_rules(*rule.op) : "*";
 }
 
 // --- Parsing -------------------------------------------------------------------------------------
@@ -161,11 +157,11 @@ std::string list_of(const std::vector<std::string_view>& names) {
 
 std::optional<OpType> parse_op(std::string_view text, std::string_view rule) {
   std::vector<std::string_view> names;
-  for (const auto& [name, op] : kOpNames) {
-    if (text == name) {
+  for (const OpType op : kOpsWithRules) {
+    names.push_back(name_in_rules(op));
+    if (text == names.back()) {
       return op;
     }
-    names.push_back(name);
   }
   if (text != "*") {
     names.push_back("*");
@@ -193,9 +189,9 @@ void check_can_run(const Rule& parsed, std::string_view rule) {
   std::vector<std::string_view> able;
   for (size_t i = 0; i < kAlgorithms; ++i) {
     const auto algorithm = static_cast<Algorithm>(i);
-    const bool does = std::any_of(std::begin(kOpNames), std::end(kOpNames), [&](const auto& o) {
-      return parsed.op.value_or(o.second) == o.second && any_ranks_do(algorithm, o.second);
-    });
+    const bool does = std::any_of(
+        std::begin(kOpsWithRules), std::end(kOpsWithRules),
+        [&](OpType op) { return parsed.op.value_or(op) == op && any_ranks_do(algorithm, op); });
     if (does) {
       able.push_back(kAlgorithmNames[i]);
     }
@@ -320,7 +316,7 @@ Selection::Selection(int ranks, const std::string& overrides) {
     digest_ = digest_of(overrides_);
   }
   rules.insert(rules.end(), std::begin(kMeasured), std::end(kMeasured));
-  for (const auto& [name, op] : kOpNames) {
+  for (const OpType op : kOpsWithRules) {
     for (const bool float8 : {false, true}) {
       for (const Rule& rule : rules) {
         const bool applies =
