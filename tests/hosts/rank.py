@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import datetime as dt
+import importlib
 import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -132,11 +134,74 @@ def random_calls() -> None:
     dist.destroy_process_group()
 
 
+def contract() -> None:
+    """What the ops' contract asks of a backend, of every form of every collective.
+
+    A trace does not see the backend: one form is compiled.
+    """
+    from tests import contract as ops
+    from tests.contract import FUNCTIONAL, OUT
+
+    failures: list[str] = []
+    digests: dict[str, str] = {}
+    checked = forms = 0
+    for path in sorted((Path(__file__).parent.parent / "ops").glob("test_*.py")):
+        module = f"tests.ops.{path.stem}"
+        collective = getattr(importlib.import_module(module), "COLLECTIVE", None)
+        if collective is None:
+            continue
+        checks: list[tuple[Any, ...]] = [(ops.check_errors, module), (ops.check_func, module)]
+        for form in collective.forms:
+            forms += 1
+            checks += [(ops.check_values, module, form), (ops.check_layouts, module, form)]
+            if form != OUT:
+                checks += [(ops.check_gradients, module, form), (ops.check_vmap, module, form)]
+            if form == FUNCTIONAL:
+                checks += [(ops.check_compiled, module, form, "aot_eager", 1)]
+        for check, *arguments in checks:
+            began = time.monotonic()
+            failed, found, count = check(*arguments)
+            what = f"{check.__name__} {' '.join(map(str, arguments[:2]))}"
+            print(f"{what}: {time.monotonic() - began:.1f} s", flush=True)
+            failures += [f"{what}: {text}" for text in failed]
+            digests.update({f"{what} {key}": digest for key, digest in found.items()})
+            checked += count
+    dist.barrier()
+    _say(failures=failures, digests=digests, checked=checked, forms=forms)
+    dist.destroy_process_group()
+
+
+def clients() -> None:
+    """DDP, FSDP2, DTensor and tensor parallel modules, each against one process alone."""
+    from tests.backends import test_shm_clients as shm
+
+    done = []
+    for fn, arguments in (
+        (shm._ddp_against_one_process, ()),
+        (shm._fully_sharded, (False, False)),
+        (shm._fully_sharded, (False, True)),
+        (shm._redistributes, ()),
+        (shm._tensor_parallel, (False,)),
+        (shm._tensor_parallel, (True,)),
+        (shm._meshes, ()),
+    ):
+        fn(*arguments)
+        done.append(fn.__name__)
+    dist.barrier()
+    _say(done=done)
+    dist.destroy_process_group()
+
+
 def main() -> None:
     dist.init_process_group("shm", timeout=TIMEOUT)
-    {"collectives": collectives, "until_it_fails": until_it_fails, "random_calls": random_calls}[
-        sys.argv[1]
-    ]()
+    {
+        "collectives": collectives,
+        "contract": contract,
+        "clients": clients,
+        "until_it_fails": until_it_fails,
+        "random_calls": random_calls,
+    }[sys.argv[1]]()
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -108,6 +108,24 @@ def test_collectives_and_groups(places: tuple[int, ...], engine: str, tmp_path: 
             assert said["groups"] == [engine] * (rank == hosts[at][0]) + ["shm"]
 
 
+@pytest.mark.parametrize("places", [(0, 0, 1, 1), (0, 1, 1, 1), (0, 1, 2, 0, 1, 2)], ids=str)
+def test_ops_keep_the_contract(places: tuple[int, ...], tmp_path: Path) -> None:
+    """Of every form: values, layouts, gradients, errors, vmap, compiled code."""
+    with _ranks(places, "contract", tmp_path) as ranks:
+        said = [ranks.result(rank, 280) for rank in range(len(places))]
+    for rank, of in enumerate(said):
+        assert not of["failures"], (rank, of["failures"][:20])
+        assert of["digests"] == said[0]["digests"]
+        assert of["forms"] > 40 and of["checked"] > 1000
+
+
+def test_users_of_groups_on_two_hosts(tmp_path: Path) -> None:
+    """DDP, FSDP2 (on a mesh of two dimensions, too), DTensor and tensor parallel modules."""
+    with _ranks((0, 0, 1, 1), "clients", tmp_path) as ranks:
+        for rank in range(4):
+            assert len(ranks.result(rank)["done"]) == 7
+
+
 @pytest.mark.parametrize("victim", [0, 1, 3])
 def test_a_killed_rank_is_named_with_its_host(victim: int, tmp_path: Path) -> None:
     with _ranks((0, 0, 1, 1), "until_it_fails", tmp_path) as ranks:
