@@ -35,17 +35,7 @@ constexpr std::chrono::milliseconds kGrace{5000};
 // The request with aliases of what it writes and of `sources`, that nobody else can release. One
 // tensor stays one.
 HeldRequest aliased(const CollectiveRequest& request, at::TensorList sources) {
-  HeldRequest kept{request.op,
-                   request.type,
-                   {},
-                   aliases_of(request.outs),
-                   request.reduction != nullptr ? std::optional(*request.reduction) : std::nullopt,
-                   request.root,
-                   request.source_sizes,
-                   request.out_sizes,
-                   request.is_list,
-                   request.source_parts,
-                   request.out_parts};
+  HeldRequest kept(request, {}, aliases_of(request.outs));
   for (size_t i = 0; i < sources.size(); ++i) {
     const bool is_out = i < request.outs.size() && request.sources[i].is_same(request.outs[i]);
     kept.sources.push_back(is_out ? kept.outs[i] : alias_of(sources[i]));

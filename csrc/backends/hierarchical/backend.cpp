@@ -125,16 +125,7 @@ HierarchicalBackend::Part::Part(BackendPtr of) : backend(std::move(of)) {
 
 HierarchicalBackend::Step HierarchicalBackend::start(const Part& part,
                                                      const CollectiveRequest& request) const {
-  const HeldRequest held{
-      request.op,
-      request.type,
-      request.sources.vec(),
-      request.outs.vec(),
-      request.reduction != nullptr ? std::optional(*request.reduction) : std::nullopt,
-      request.root,
-      request.source_sizes,
-      request.out_sizes,
-      request.is_list};
+  const HeldRequest held(request, request.sources.vec(), request.outs.vec());
   const Group place({}, group_.name(), part.backend->getRank(), part.backend->getSize());
   return Step(
       lowering::start(Adapter(request.op, place, part.backend, part.can, std::nullopt), held));
