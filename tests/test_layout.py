@@ -178,16 +178,28 @@ def test_long_files_have_a_reason() -> None:
     none(sorted(long))
 
 
-def test_works_of_ours_are_request_works() -> None:
-    """State, error, future, timing and the wait are written once, in work/request_work.h."""
-    derives = re.compile(r"^class \S+(?: final)? : public c10d::Work\b", re.MULTILINE)
-    found = [
+def who_derives_from(base: str) -> list[str]:
+    """The files of csrc with a class that does so directly."""
+    derives = re.compile(rf"^class \S+(?: final)? : public {base}\b", re.MULTILINE)
+    return [
         str(path.relative_to(CSRC))
         for folder in LAYERS
         for path in sources_of(folder)
         if derives.search(path.read_text())
     ]
-    assert found == ["work/request_work.h"]
+
+
+def test_works_of_ours_are_request_works() -> None:
+    """State, error, future, timing and the wait are written once, in work/request_work.h."""
+    assert who_derives_from("c10d::Work") == ["work/request_work.h"]
+
+
+def test_methods_of_c10d_are_overridden_in_one_folder() -> None:
+    """For what users call in request_backend.h, for what moves its data in inner_backend.h."""
+    assert who_derives_from("c10d::Backend") == [
+        "backends/process_group/inner_backend.h",
+        "backends/process_group/splittable_backend.h",
+    ]
 
 
 @pytest.mark.parametrize("stem", STEMS)
