@@ -44,6 +44,10 @@ WITHOUT_DISTRIBUTED = ("base",)
 INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 # A longer file says in its first comment why it is one.
 LONG = 600
+# A longer class says in the comment before it why it is one. Lines of its definition, as
+# clang-format leaves them: it ends at the first brace below its own first line.
+LONG_CLASS = 320
+CLASS = re.compile(r"^( *)(?:class|struct) ([\w:]+)\b[^;{}]*\{\n", re.MULTILINE)
 
 WITHOUT_GIT = {"build", "dist", "__pycache__"}
 
@@ -176,6 +180,32 @@ def test_long_files_have_a_reason() -> None:
         and "One file, for" not in path.read_text()[:1000]
     }
     none(sorted(long))
+
+
+def classes_of(text: str) -> Iterator[tuple[str, int, str]]:
+    """The classes defined in a file: the name, how many lines, and the comment before it."""
+    for match in CLASS.finditer(text):
+        end = re.compile(rf"^{match[1]}\}}", re.MULTILINE).search(text, match.end())
+        assert end, f"{match[2]} has no end"
+        lines = text.count("\n", match.start(), end.start()) + 1
+        comment: list[str] = []
+        for line in reversed(text[: match.start()].splitlines()):
+            if not line.strip().startswith(("//", "template")):
+                break
+            comment.append(line.strip())
+        yield match[2], lines, " ".join(comment)
+
+
+def test_long_classes_have_a_reason() -> None:
+    found, seen = [], 0
+    for folder in LAYERS:
+        for path in sources_of(folder):
+            for name, lines, comment in classes_of(path.read_text()):
+                seen += 1
+                if lines > LONG_CLASS and "One class, for" not in comment:
+                    found.append(f"{path.relative_to(CSRC)}: {name} has {lines} lines")
+    assert seen > 200
+    none(found)
 
 
 def who_derives_from(base: str) -> list[str]:
