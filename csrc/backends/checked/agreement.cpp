@@ -3,6 +3,8 @@
 #include "backends/checked/agreement.h"
 
 #include <algorithm>
+#include <atomic>
+#include <condition_variable>
 #include <mutex>
 #include <thread>
 #include <utility>
@@ -14,6 +16,7 @@
 #include "backends/checked/roster.h"
 #include "backends/checked/star.h"
 #include "base/signal_masked_thread.h"
+#include "control/process.h"
 
 namespace c10d_ext {
 
@@ -27,6 +30,65 @@ using Kind = ErrorKind;
 constexpr Milliseconds kVerdict{2000};
 
 thread_local bool agreeing_here = false;
+
+// The agreements of this process that go on for other ranks after rank 0, which it is, has left.
+class Service {
+ public:
+  static Service& of_this_process() {
+    return *instance();
+  }
+
+  void add(const Star* star) {
+    const std::lock_guard lock(mutex_);
+    stars_.push_back(star);
+  }
+  void remove(const Star* star) {
+    {
+      const std::lock_guard lock(mutex_);
+      std::erase(stars_, star);
+    }
+    ended_.notify_all();
+  }
+
+  // When it is over but for messages; kNever: not for now.
+  Clock::time_point until() const {
+    return until_;
+  }
+  // Whether messages, too, are left to themselves.
+  bool ends_at_once() const {
+    return at_once_;
+  }
+
+  void end(Milliseconds grace) {
+    at_once_ = grace.count() == 0;
+    until_ = Clock::now() + grace;
+    const std::lock_guard lock(mutex_);
+    for (const auto* star : stars_) {
+      star->wake();
+    }
+  }
+  bool goes_on(Milliseconds within) {
+    std::unique_lock lock(mutex_);
+    return !ended_.wait_for(lock, within, [this] { return stars_.empty(); });
+  }
+
+ private:
+  // Never destroyed: threads outlive static objects.
+  static Service*& instance() {
+    static auto* now = [] {
+      const ForkGuard guard;
+      at_fork_in_child([] { instance() = new Service; });  // its threads are not there
+      return new Service;
+    }();
+    return now;
+  }
+
+  std::atomic<Clock::time_point> until_{OpenCalls::kNever};
+  std::atomic<bool> at_once_{false};
+  std::mutex mutex_;
+  std::condition_variable ended_;
+  std::vector<const Star*> stars_;
+};
 
 }  // namespace
 
@@ -230,12 +292,37 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl>, private Star:
   }
 
   void say_goodbye() {
-    star_.leave();
+    if (!coordinator_) {
+      star_.leave();
+    }
     for (auto& failed : calls_.close()) {
       failed.call.fail(failed.failure);
     }
+    if (coordinator_) {
+      Service::of_this_process().add(&star_);
+    }
     calls_.set_left();
+    if (coordinator_) {
+      serve();
+      star_.leave();
+      Service::of_this_process().remove(&star_);
+    }
     star_.linger(kVerdict);
+  }
+
+  // Collectives fail from here on, but others may have messages among themselves.
+  void serve() {
+    auto& service = Service::of_this_process();
+    Payload nothing;
+    coordinator_->hear(0, kLeaving, nothing);
+    while (!coordinator_->is_alone() && !service.ends_at_once() &&
+           (Clock::now() < service.until() || coordinator_->has_messages())) {
+      const auto until = service.until() > Clock::now() ? service.until() : OpenCalls::kNever;
+      if (star_.listen(std::min({coordinator_->next_look(), star_.next_beat(), until}))) {
+        star_.beat();
+        coordinator_->look(Clock::now());
+      }
+    }
   }
 
   const Roster roster_;
@@ -266,6 +353,14 @@ Agreement::~Agreement() {
 
 void Agreement::leave(Milliseconds grace) {
   impl_->leave(grace);
+}
+
+void Agreement::end_service(Milliseconds grace) {
+  Service::of_this_process().end(grace);
+}
+
+bool Agreement::serves(Milliseconds within) {
+  return Service::of_this_process().goes_on(within);
 }
 
 std::optional<int> Agreement::gone(int rank) const {

@@ -104,6 +104,11 @@ CheckedBackend::CheckedBackend(c10::intrusive_ptr<c10d::Backend> inner,
 void CheckedBackend::close_all(Milliseconds grace) {
   OpenGroups<Agreement>::of_this_process().close_all(
       grace, [](Agreement& group, Milliseconds left) { group.leave(left); });
+  constexpr Milliseconds kService{5000}, kLook{50};
+  Agreement::end_service(grace > Milliseconds(0) ? kService : grace);
+  while (Agreement::serves(kLook)) {
+    check_signals();
+  }
 }
 
 CheckedBackend::~CheckedBackend() {
