@@ -44,6 +44,10 @@ WITHOUT_DISTRIBUTED = ("base",)
 INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 # A longer file says in its first comment why it is one.
 LONG = 600
+# A longer class says in the comment before it why it is one. Lines of its definition, as
+# clang-format leaves them: it ends at the first brace below its own first line.
+LONG_CLASS = 320
+CLASS = re.compile(r"^( *)(?:class|struct) ([\w:]+)\b[^;{}]*\{\n", re.MULTILINE)
 
 WITHOUT_GIT = {"build", "dist", "__pycache__"}
 
@@ -178,16 +182,54 @@ def test_long_files_have_a_reason() -> None:
     none(sorted(long))
 
 
-def test_works_of_ours_are_request_works() -> None:
-    """State, error, future, timing and the wait are written once, in work/request_work.h."""
-    derives = re.compile(r"^class \S+(?: final)? : public c10d::Work\b", re.MULTILINE)
-    found = [
+def classes_of(text: str) -> Iterator[tuple[str, int, str]]:
+    """The classes defined in a file: the name, how many lines, and the comment before it."""
+    for match in CLASS.finditer(text):
+        end = re.compile(rf"^{match[1]}\}}", re.MULTILINE).search(text, match.end())
+        assert end, f"{match[2]} has no end"
+        lines = text.count("\n", match.start(), end.start()) + 1
+        comment: list[str] = []
+        for line in reversed(text[: match.start()].splitlines()):
+            if not line.strip().startswith(("//", "template")):
+                break
+            comment.append(line.strip())
+        yield match[2], lines, " ".join(comment)
+
+
+def test_long_classes_have_a_reason() -> None:
+    found, seen = [], 0
+    for folder in LAYERS:
+        for path in sources_of(folder):
+            for name, lines, comment in classes_of(path.read_text()):
+                seen += 1
+                if lines > LONG_CLASS and "One class, for" not in comment:
+                    found.append(f"{path.relative_to(CSRC)}: {name} has {lines} lines")
+    assert seen > 200
+    none(found)
+
+
+def who_derives_from(base: str) -> list[str]:
+    """The files of csrc with a class that does so directly."""
+    derives = re.compile(rf"^class \S+(?: final)? : public {base}\b", re.MULTILINE)
+    return [
         str(path.relative_to(CSRC))
         for folder in LAYERS
         for path in sources_of(folder)
         if derives.search(path.read_text())
     ]
-    assert found == ["work/request_work.h"]
+
+
+def test_works_of_ours_are_request_works() -> None:
+    """State, error, future, timing and the wait are written once, in work/request_work.h."""
+    assert who_derives_from("c10d::Work") == ["work/request_work.h"]
+
+
+def test_methods_of_c10d_are_overridden_in_one_folder() -> None:
+    """For what users call in request_backend.h, for what moves its data in inner_backend.h."""
+    assert who_derives_from("c10d::Backend") == [
+        "backends/process_group/inner_backend.h",
+        "backends/process_group/splittable_backend.h",
+    ]
 
 
 @pytest.mark.parametrize("stem", STEMS)

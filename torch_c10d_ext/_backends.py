@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import torch_c10d_ext_autoload
 from torch_c10d_ext import _C, _hosts
+from torch_c10d_ext._meeting import Meeting
 
 _log = logging.getLogger("torch_c10d_ext")
 
@@ -29,9 +30,6 @@ _MAX_US = 10**9
 _GRACE = dt.timedelta(seconds=1)
 # What threads that waited for one have to hear that its group is closed, in seconds.
 _RETURN = 0.03
-
-# What clocks can count.
-_LONGEST = dt.timedelta(days=365)
 
 # How often this process has made a group of a name, at whose store older ones may have met.
 _meetings: dict[str, int] = {}
@@ -109,24 +107,13 @@ def creating_shm_with(create: Callable[[Any], Any]) -> Iterator[None]:
         _creating.create = before
 
 
-def global_ranks_of(options: Any) -> Any:
-    """Where the ranks of a new group are in the world."""
-    # torch gives no ranks for the group of all of them, which is the first one.
-    everyone = [] if dist.is_initialized() else list(range(options.group_size))
-    return _C.GlobalRanks(options.store, options.global_ranks_in_group or everyone)
-
-
 def _create_shm(options: Any, _pg_options: Any) -> Any:
     if _creating.create is not None:
         return _creating.create(options)
-    rank, size = options.group_rank, options.group_size
-    global_ranks = global_ranks_of(options)
-    return _connect(options.store, rank, size, options.timeout, options.group_id, global_ranks)
+    return _connect(Meeting.of(options))
 
 
-def _connect(
-    store: Any, rank: int, size: int, timeout: dt.timedelta, name: str, global_ranks: Any
-) -> Any:
+def _connect(meeting: Meeting) -> Any:
     """A group's backend: shm, or what does the same where not all ranks can share memory.
 
     Those are over one engine alone, gloo where nothing else is asked for, or over shared memory
@@ -135,55 +122,42 @@ def _connect(
     settings = shm_settings()
     why_not = ""
     if _hosts.NAME in os.environ:
-        turn = _meetings[name] = _meetings.get(name, 0) + 1
+        turn = _meetings[meeting.name] = _meetings.get(meeting.name, 0) + 1
         backend, session = None, f"named_hosts/{turn}"
     else:
-        backend, session, why_not = share_memory(store, rank, size, timeout, name, global_ranks)
+        backend, session, why_not = share_memory(meeting)
     if backend is not None:
         return backend
-    timeout = min(timeout, _LONGEST)
-    inner, engine = _hosts.connect(
-        store, rank, size, timeout, name, global_ranks, session, settings
-    )
+    meeting = meeting.bounded()
+    inner, engine = _hosts.connect(meeting, session, settings)
     if not isinstance(inner, _C.HierarchicalBackend):
-        tell_fallback(name, rank, why_not, engine)
+        tell_fallback(meeting, why_not, engine)
     return _C.CheckedBackend(
         inner,
-        dist.PrefixStore(f"{session}/", store),
-        timeout,
-        name,
-        global_ranks,
+        meeting.below(f"{session}/").store,
+        meeting.timeout,
+        meeting.name,
+        meeting.global_ranks,
         settings["strict"],
-        connect=_connect,
+        connect=lambda *part: _connect(Meeting(*part)),
         counted_as=inner.title if isinstance(inner, _C.HierarchicalBackend) else engine,
     )
 
 
-def share_memory(
-    store: Any, rank: int, size: int, timeout: dt.timedelta, name: str, global_ranks: Any
-) -> tuple[Any, str, str]:
+def share_memory(meeting: Meeting) -> tuple[Any, str, str]:
     """A group's backend on shared memory, or None on all ranks, a name of this meeting, and why."""
     settings = shm_settings()
-    if timeout < dt.timedelta():
-        # Also what torch makes of timedelta.max, which its microseconds cannot hold.
-        raise ValueError(
-            f"shm: the timeout must be from 0 to 292000 years, got {timeout.total_seconds():g} s "
-            f"(rank {rank}/{size}, group '{name}')"
-        )
-    timeout = min(timeout, _LONGEST)
-    backend, why_not, session = _C.connect_shm(
-        store, rank, size, timeout, name, global_ranks, **settings
-    )
+    backend, why_not, session = _C.connect_shm(*meeting.checked("shm"), **settings)
     return backend, session, "" if backend is not None else why_not
 
 
-def tell_fallback(name: str, rank: int, why_not: str, engine: str) -> None:
+def tell_fallback(meeting: Meeting, why_not: str, engine: str) -> None:
     """Rank 0 logs, once, why a group's data does not go by shared memory."""
-    if rank == 0 and why_not and why_not not in _told:
+    if meeting.rank == 0 and why_not and why_not not in _told:
         _told.add(why_not)
         _log.warning(
             "shm: the ranks of group '%s' cannot share memory, they use %s (%s)",
-            name,
+            meeting.name,
             engine,
             why_not,
         )

@@ -16,15 +16,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torch_c10d_ext import _C
+from torch_c10d_ext._meeting import Meeting
 
 # Names it; the same on all ranks.
 NAME = "TORCH_C10D_EXT_SHM_BETWEEN_HOSTS"
 DEFAULT = "gloo"
 _MPI = "mpi"
 
-# What clocks can count.
-_LONGEST = dt.timedelta(days=365)
 # How often a wait for gloo looks around, in seconds.
 _LOOK = 0.01
 
@@ -60,34 +58,17 @@ def problem_of(engine: str) -> str:
     return f"must be one of {', '.join(names)}, got {engine!r}"
 
 
-def prepare(
-    engine: str,
-    store: Any,
-    rank: int,
-    size: int,
-    timeout: dt.timedelta,
-    name: str,
-    global_ranks: Any,
-) -> None:
+def prepare(engine: str, meeting: Meeting) -> None:
     """What the ranks of a group do together before any of its parts is connected."""
     if engine == _MPI:
         # Its first group is the MPI_COMM_WORLD, of which the parts are groups.
         from torch_c10d_ext import _mpi
 
-        _mpi.meet(store, rank, size, timeout, name, global_ranks)
+        _mpi.meet(meeting)
 
 
 def connect(
-    engine: str,
-    store: Any,
-    session: str,
-    rank: int,
-    size: int,
-    timeout: dt.timedelta,
-    name: str,
-    global_ranks: Any,
-    is_lazy: bool = False,
-    part: Part | None = None,
+    engine: str, meeting: Meeting, session: str, is_lazy: bool = False, part: Part | None = None
 ) -> Any:
     """The backend of some ranks, which all call it.
 
@@ -97,61 +78,52 @@ def connect(
         part: what they are of a larger group, for texts.
     """
     if engine == DEFAULT:
-        return meet_over_gloo(
-            store, session, rank, size, timeout, name, global_ranks, is_lazy=is_lazy, part=part
-        )[0]
-    store = dist.PrefixStore(f"{session}/", store)
+        return meet_over_gloo(meeting, session, is_lazy=is_lazy, part=part)[0]
+    meeting = meeting.below(f"{session}/")
     if engine == _MPI:
         from torch_c10d_ext import _mpi
 
-        return _mpi.connect_part(store, rank, size, timeout, name, global_ranks)
-    expected = _C.Rendezvous(store, rank, size, name, global_ranks)
+        return _mpi.connect_part(meeting)
+    meeting = meeting.bounded()
+    expected = meeting.rendezvous()
     plugin = dist.Backend._plugins[engine.upper()]
     options = dist.distributed_c10d._DistributedBackendOptions()
     options.store = expected.watched_store(f"{engine}/")
-    options.group_rank = rank
-    options.group_size = size
-    options.timeout = min(timeout, _LONGEST)
-    options.group_id = name
-    options.global_ranks_in_group = list(range(size))
+    options.group_rank = meeting.rank
+    options.group_size = meeting.size
+    options.timeout = meeting.timeout
+    options.group_id = meeting.name
+    options.global_ranks_in_group = list(range(meeting.size))
     try:
         if plugin.extended_api:
             return plugin.creator_fn(options, None)
-        return plugin.creator_fn(options.store, rank, size, options.timeout)
+        return plugin.creator_fn(options.store, meeting.rank, meeting.size, meeting.timeout)
     except RuntimeError as error:
         expected.look()
         raise dist.DistBackendError(
             f"shm: every rank must join the group, got, by {engine!r} between hosts: {error} "
-            f"(rank {rank}/{size}, group '{name}')"
+            f"{meeting.where}"
         ) from error
 
 
 def meet_over_gloo(
-    store: Any,
-    session: str,
-    rank: int,
-    size: int,
-    timeout: dt.timedelta,
-    name: str,
-    global_ranks: Any,
-    is_lazy: bool = False,
-    part: Part | None = None,
+    meeting: Meeting, session: str, is_lazy: bool = False, part: Part | None = None
 ) -> tuple[Any, Any]:
     """A gloo backend of the group whose ranks cannot share memory, and the store it met at."""
-    timeout = min(timeout, _LONGEST)
     # Under a key of its own: a group of this name may have left its addresses there.
-    store = dist.PrefixStore(f"{session}/", store)
-    expected = _C.Rendezvous(store, rank, size, name, global_ranks)
+    meeting = meeting.bounded().below(f"{session}/")
+    store, rank, size, timeout, *_ = meeting
+    expected = meeting.rendezvous()
 
     def make() -> Any:
-        meeting = expected.watched_store("gloo/")
+        watched = expected.watched_store("gloo/")
         if not is_lazy:
-            return dist.ProcessGroupGloo(meeting, rank, size, timeout=timeout)
+            return dist.ProcessGroupGloo(watched, rank, size, timeout=timeout)
         options = dist.ProcessGroupGloo._Options()
         options._devices = _lazy_devices()
         options._threads = 2 * len(options._devices)
         options._timeout = timeout
-        return dist.ProcessGroupGloo(meeting, rank, size, options)
+        return dist.ProcessGroupGloo(watched, rank, size, options)
 
     store.set(f"address/{rank}", _own_address())
 
@@ -169,7 +141,7 @@ def meet_over_gloo(
         raise dist.DistBackendError(
             f"shm: every rank must join the group, got: {said}; tried "
             f"{_tried(store, rank, part.ranks)} (rank {part.ranks[rank]}/{part.size}, "
-            f"group '{name}')"
+            f"group '{meeting.name}')"
         ) from error
     return gloo, store
 

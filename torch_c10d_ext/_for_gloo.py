@@ -16,6 +16,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from torch_c10d_ext import _C, _backends, _engines, _mpi
 from torch_c10d_ext._groups import Group, device_of, group_name, process_group, unwrapped
+from torch_c10d_ext._meeting import Meeting
 from torch_c10d_ext.errors import InvalidArgument
 from torch_c10d_ext_autoload import SWITCH
 
@@ -237,11 +238,9 @@ def _tell(text: str, reason: str) -> None:
 
 def _connect(options: Any, verdict: str) -> Any:
     """The CPU's backend of a group that says gloo: shm, or gloo itself on all ranks."""
-    store, rank, size = options.store, options.group_rank, options.group_size
-    name, timeout = options.group_id, options.timeout
-    global_ranks = _backends.global_ranks_of(options)
-    expected = _C.Rendezvous(store, rank, size, name, global_ranks)
-    without = _ranks_without(store, rank, size, timeout, name, expected, verdict)
+    meeting = Meeting.of(options)
+    store, rank, size, timeout, name, _ = meeting
+    without = _ranks_without(meeting, verdict)
     if without:
         if rank == min(set(range(size)) - set(without)):
             _tell(
@@ -253,13 +252,11 @@ def _connect(options: Any, verdict: str) -> Any:
         gloo = c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
         gloo._set_sequence_number_for_group()
         return _named(gloo, options)
-    backend, session, why_not = _backends.share_memory(
-        store, rank, size, timeout, name, global_ranks
-    )
+    backend, session, why_not = _backends.share_memory(meeting)
     if backend is not None:
         return backend
-    _backends.tell_fallback(name, rank, why_not, "gloo")
-    gloo, _ = _engines.meet_over_gloo(store, session, rank, size, timeout, name, global_ranks)
+    _backends.tell_fallback(meeting, why_not, "gloo")
+    gloo, _ = _engines.meet_over_gloo(meeting, session)
     return _named(gloo, options)
 
 
@@ -269,21 +266,15 @@ def _named(gloo: Any, options: Any) -> Any:
     return gloo
 
 
-def _ranks_without(
-    store: dist.Store,
-    rank: int,
-    size: int,
-    timeout: dt.timedelta,
-    name: str,
-    expected: _C.Rendezvous,
-    verdict: str,
-) -> list[int]:
+def _ranks_without(meeting: Meeting, verdict: str) -> list[int]:
     """The ranks that have no switch and so make a group of gloo's; the same on all that have it.
 
     Raises:
         ValueError: a rank's switch has no meaning.
         torch.distributed.DistBackendError: a rank has not come in time.
     """
+    store, rank, size, timeout, *_ = meeting
+    expected = meeting.rendezvous()
     # gloo's own, which a rank leaves there when it connects. Where this rank has left one, in an
     # earlier group of this name, the others' may be old as well.
     has_gloo_keys = not store.check([f"0/{rank}"])
@@ -312,14 +303,12 @@ def _ranks_without(
         if time.monotonic() > deadline:
             raise dist.DistBackendError(
                 f"shm: every rank must join the group, got no {_listed(missing)} within "
-                f"{timeout.total_seconds():g} s (rank {rank}/{size}, group '{name}')"
+                f"{timeout.total_seconds():g} s {meeting.where}"
             )
         time.sleep(_LOOK)
     for peer in sorted(said):
         if said[peer] != _ON:
-            raise InvalidArgument(
-                f"{said[peer]} on rank {peer} (rank {rank}/{size}, group '{name}')"
-            )
+            raise InvalidArgument(f"{said[peer]} on rank {peer} {meeting.where}")
     return sorted(without)
 
 

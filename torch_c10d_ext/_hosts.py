@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import json
 import logging
 import os
@@ -11,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torch_c10d_ext import _C, _engines
+from torch_c10d_ext._meeting import Meeting
 
 _log = logging.getLogger("torch_c10d_ext")
 
@@ -27,16 +27,7 @@ def own_host() -> str:
     return f"{_C.this_host()} {os.environ.get(NAME, '')}"
 
 
-def connect(
-    store: Any,
-    rank: int,
-    size: int,
-    timeout: dt.timedelta,
-    name: str,
-    global_ranks: Any,
-    session: str,
-    settings: dict[str, Any],
-) -> tuple[Any, str]:
+def connect(meeting: Meeting, session: str, settings: dict[str, Any]) -> tuple[Any, str]:
     """What moves the data of a group whose ranks cannot all share memory, and its engine's name.
 
     The same on all ranks. It is the engine alone where all ranks are on one host, or each on its
@@ -47,22 +38,19 @@ def connect(
         session: a name of this meeting, the same on all ranks.
         settings: of the shared memory.
     """
-    expected = _C.Rendezvous(store, rank, size, name, global_ranks)
+    rank, size, name = meeting.rank, meeting.size, meeting.name
     prefix = f"{session}/hosts/"
-    meeting = expected.watched_store(prefix)
+    watched = meeting.rendezvous().watched_store(prefix)
     wanted = _engines.own_engine()
     own = {"host": own_host(), "engine": wanted, "problem": _engines.problem_of(wanted)}
-    said = _all_say(meeting, "host", rank, size, timeout, own)
-    _check_engines(said, rank, size, name)
+    said = _all_say(watched, "host", meeting, own)
+    _check_engines(said, meeting)
     host_names = [each["host"] for each in said]
     engine = said[0]["engine"]
-    _engines.prepare(engine, store, rank, size, timeout, name, global_ranks)
+    _engines.prepare(engine, meeting)
 
     def engine_alone() -> tuple[Any, str]:
-        return (
-            _engines.connect(engine, store, session, rank, size, timeout, name, global_ranks),
-            engine,
-        )
+        return _engines.connect(engine, meeting, session), engine
 
     by_name: dict[str, list[int]] = {}
     for other, host in enumerate(host_names):
@@ -71,19 +59,13 @@ def connect(
     if "" in by_name or len(hosts) == 1 or len(hosts) == size:
         return engine_alone()
     here = by_name[host_names[rank]]
-    number, place = hosts.index(here), here.index(rank)
+    number = hosts.index(here)
     local, why_not = None, ""
     if len(here) > 1:
-        local, why_not, _ = _C.connect_shm(
-            dist.PrefixStore(f"{prefix}{number}/", store),
-            place,
-            len(here),
-            timeout,
-            f"{name}:host{number}",
-            _C.part_of_global_ranks(global_ranks, here),
-            **settings,
-        )
-    if any(_all_say(meeting, "shm", rank, size, timeout, why_not)):
+        inside = meeting.of_part(here).below(f"{prefix}{number}/")
+        inside = inside._replace(name=f"{name}:host{number}")
+        local, why_not, _ = _C.connect_shm(*inside, **settings)
+    if any(_all_say(watched, "shm", meeting, why_not)):
         return engine_alone()
     is_even = len({len(ranks) for ranks in hosts}) == 1
     everyone = list(range(size))
@@ -95,13 +77,8 @@ def connect(
         if rank in ranks:
             made["flat" if part == "flat" else "rail"] = _engines.connect(
                 engine,
-                dist.PrefixStore(f"{prefix}{part}/", store),
+                meeting.of_part(ranks).below(f"{prefix}{part}/"),
                 session,
-                ranks.index(rank),
-                len(ranks),
-                timeout,
-                name,
-                _C.part_of_global_ranks(global_ranks, ranks),
                 # Messages and exchanges between hosts need it, and not of all pairs.
                 is_lazy=part == "flat",
                 part=_engines.Part(ranks, size),
@@ -124,8 +101,8 @@ def connect(
     return whole, engine
 
 
-def _check_engines(said: list[dict[str, str]], rank: int, size: int, name: str) -> None:
-    where = f"(rank {rank}/{size}, group '{name}')"
+def _check_engines(said: list[dict[str, str]], meeting: Meeting) -> None:
+    where = meeting.where
     for other, each in enumerate(said):
         if each["problem"]:
             raise ValueError(f"{_engines.NAME}: {each['problem']} on rank {other} {where}")
@@ -136,19 +113,18 @@ def _check_engines(said: list[dict[str, str]], rank: int, size: int, name: str) 
             )
 
 
-def _all_say(
-    meeting: Any, key: str, rank: int, size: int, timeout: dt.timedelta, own: Any
-) -> list[Any]:
+def _all_say(watched: Any, key: str, meeting: Meeting, own: Any) -> list[Any]:
     """What every rank says under a key."""
-    meeting.set(f"{key}/{rank}", json.dumps(own))
+    rank, size, timeout = meeting.rank, meeting.size, meeting.timeout
+    watched.set(f"{key}/{rank}", json.dumps(own))
     said = []
     for other in range(size):
         try:
-            meeting.wait([f"{key}/{other}"], timeout)
+            watched.wait([f"{key}/{other}"], timeout)
         except dist.DistStoreError as error:
             raise dist.DistBackendError(
                 f"shm: every rank must join the group within {timeout.total_seconds():g} s, got "
                 f"none of rank {other} (rank {rank}/{size})"
             ) from error
-        said.append(json.loads(meeting.get(f"{key}/{other}")))
+        said.append(json.loads(watched.get(f"{key}/{other}")))
     return said

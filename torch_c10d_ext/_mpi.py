@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from torch_c10d_ext import _C, _backends
+from torch_c10d_ext._meeting import Meeting
 
 NAME = "mpi"
 # What torch's table of plug-ins calls it: of "mpi" itself torch asks its own.
@@ -41,8 +42,6 @@ _ENV_RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 
-# What clocks can count.
-_LONGEST = dt.timedelta(days=365)
 _MAX_MESSAGE = 1 << 30
 # How long the end of the process waits for MPI_Finalize.
 _GRACE = dt.timedelta(seconds=2)
@@ -168,18 +167,15 @@ def _start(
     return _started
 
 
-def meet(
-    store: Any, rank: int, size: int, timeout: dt.timedelta, name: str, global_ranks: Any
-) -> None:
+def meet(meeting: Meeting) -> None:
     """Initializes MPI on all ranks, once they are there and each has a library that fits.
 
     Raises:
         DistBackendError: on all ranks, where one of them lacks what it needs.
     """
+    store, rank, size, timeout, name, _ = meeting
     turn = _meetings[name] = _meetings.get(name, 0) + 1
-    where = f"(rank {rank}/{size}, group '{name}')"
-    expected = _C.Rendezvous(store, rank, size, name, global_ranks, NAME)
-    watched = expected.watched_store(f"mpi_meeting/{turn}/")
+    watched = meeting.rendezvous(NAME).watched_store(f"mpi_meeting/{turn}/")
     watched.set(str(rank), json.dumps(_own_record()))
     records = []
     for other in range(size):
@@ -188,12 +184,12 @@ def meet(
         except dist.DistStoreError as error:
             raise dist.DistBackendError(
                 f"mpi: every rank must join the group within {timeout.total_seconds():g} s, got "
-                f"none of rank {other} {where}"
+                f"none of rank {other} {meeting.where}"
             ) from error
         records.append(json.loads(watched.get(str(other))))
     problem = _problem_of(records)
     if problem:
-        raise dist.DistBackendError(f"mpi: {problem} {where}")
+        raise dist.DistBackendError(f"mpi: {problem} {meeting.where}")
     _start(timeout, (store, rank, size))
 
 
@@ -241,44 +237,32 @@ def _problem_of(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _create(options: Any, _pg_options: Any) -> Any:
-    rank, size = options.group_rank, options.group_size
-    global_ranks = _backends.global_ranks_of(options)
-    return _connect(options.store, rank, size, options.timeout, options.group_id, global_ranks)
+    return _connect(Meeting.of(options))
 
 
-def _connect(
-    store: Any, rank: int, size: int, timeout: dt.timedelta, name: str, global_ranks: Any
-) -> Any:
+def _connect(meeting: Meeting) -> Any:
     """A group's backend: collectives by MPI, agreed on as those of shm's fall-back are."""
-    where = f"(rank {rank}/{size}, group '{name}')"
-    if timeout < dt.timedelta():
-        raise ValueError(
-            f"mpi: the timeout must be from 0 to 292000 years, got {timeout.total_seconds():g} s "
-            f"{where}"
-        )
-    timeout = min(timeout, _LONGEST)
+    meeting = meeting.checked(NAME)
     strict = _backends.shm_settings()["strict"]
     _max_message()  # before anybody waits
-    meet(store, rank, size, timeout, name, global_ranks)
-    inner = connect_part(store, rank, size, timeout, name, global_ranks)
+    meet(meeting)
+    inner = connect_part(meeting)
     return _C.CheckedBackend(
         inner,
-        store,
-        timeout,
-        name,
-        global_ranks,
+        meeting.store,
+        meeting.timeout,
+        meeting.name,
+        meeting.global_ranks,
         strict,
         NAME,
-        connect=_connect,
+        connect=lambda *part: _connect(Meeting(*part)),
         counted_as=NAME,
     )
 
 
-def connect_part(
-    store: Any, rank: int, size: int, timeout: dt.timedelta, name: str, global_ranks: Any
-) -> Any:
+def connect_part(meeting: Meeting) -> Any:
     """What moves the data of ranks of MPI_COMM_WORLD, which have met. It checks nothing."""
-    return _C.connect_mpi(store, rank, size, timeout, name, global_ranks, _max_message())
+    return _C.connect_mpi(*meeting, _max_message())
 
 
 def _max_message() -> int:

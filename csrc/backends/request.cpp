@@ -203,6 +203,23 @@ Request Request::all_to_all_elements(std::string_view op, const at::Tensor& sour
           false};
 }
 
+HeldRequest::HeldRequest(const CollectiveRequest& request, std::vector<at::Tensor> own_sources,
+                         std::vector<at::Tensor> own_outs)
+    : op(request.op),
+      type(request.type),
+      sources(std::move(own_sources)),
+      outs(std::move(own_outs)),
+      root(request.root),
+      source_sizes(request.source_sizes),
+      out_sizes(request.out_sizes),
+      is_list(request.is_list),
+      source_parts(request.source_parts),
+      out_parts(request.out_parts) {
+  if (request.reduction != nullptr) {
+    reduction = *request.reduction;
+  }
+}
+
 Fingerprint fingerprint_of(OpType type, at::TensorList like, int64_t count) {
   const auto scalar_type = like.front().scalar_type();
   const auto dtype = dtype_of(scalar_type);

@@ -118,6 +118,10 @@ struct CollectiveRequest {
 
 // A request that lives as long as its collective.
 struct HeldRequest {
+  // `request` with other tensors, which stand for its own.
+  HeldRequest(const CollectiveRequest& request, std::vector<at::Tensor> sources,
+              std::vector<at::Tensor> outs);
+
   std::string_view op;
   OpType type = OpType::Barrier;
   std::vector<at::Tensor> sources, outs;

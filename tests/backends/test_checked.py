@@ -10,6 +10,7 @@ import datetime as dt
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,12 +23,14 @@ from tests.backends import test_shm as shm
 from tests.backends.dist_ops import DIST_OPS, How, all_gather_single, inputs_of
 from tests.contract import verify
 from tests.harness import run, values
+from tests.harness.script import torchrun
 from torch_c10d_ext import _C, functional
 from torch_c10d_ext.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
     GroupClosed,
     InvalidArgument,
+    RankLost,
 )
 
 CPU = torch.device("cpu")
@@ -328,6 +331,81 @@ def _ends() -> None:
         dist.all_reduce(torch.ones(1))
     with pytest.raises(GroupClosed, match="got a destroyed one"):
         backend.allreduce([torch.ones(3)]).wait()
+
+
+def _goes_on_without_rank_0() -> None:
+    """It matches the messages of the others, and says who is gone, after it has left."""
+    world, rank = dist.group.WORLD, dist.get_rank()
+    with fallen_back() as group:
+        dist.barrier()
+        if rank != 0:
+            dist.barrier(world)  # rank 0 has left
+            there = 3 - rank
+            for tag in range(3):
+                got = torch.empty(5)
+                sent = dist.isend(torch.full((5,), float(rank + tag)), there, tag=tag)
+                dist.recv(got, there, tag=tag)
+                sent.wait()
+                assert torch.equal(got, torch.full((5,), float(there + tag)))
+            odd = (dist.send, torch.ones(2)) if rank == 1 else (dist.recv, torch.ones(3))
+            with pytest.raises(CollectiveMismatch, match="what is sent must be what is received"):
+                odd[0](odd[1], there)
+            for call in (
+                lambda: dist.send(torch.ones(1), 0),
+                lambda: dist.all_reduce(torch.ones(1)),
+                lambda: dist.send(torch.ones(1), there),  # the group has ended
+            ):
+                with pytest.raises(RankLost, match=r"got rank 0 \(pid \d+, left the group\)"):
+                    call()
+            assert group.rank() == rank
+    if rank == 0:
+        dist.barrier(world)
+
+
+def test_messages_go_on_without_rank_0() -> None:
+    run(3, _goes_on_without_rank_0, backend="gloo")
+
+
+RANK_0_EXITS = """
+import atexit, os, pathlib, sys, time
+import torch, torch.distributed as dist
+import torch_c10d_ext
+
+def mark(name):
+    (pathlib.Path(sys.argv[1]) / name).touch()
+
+def await_mark(name):
+    ends = time.monotonic() + 60
+    while not (pathlib.Path(sys.argv[1]) / name).exists():
+        assert time.monotonic() < ends, name
+        time.sleep(0.005)
+
+rank = int(os.environ["RANK"])
+os.environ["TORCH_C10D_EXT_SHM_DISABLE"] = "1"
+dist.init_process_group("shm")
+dist.barrier()
+if rank == 0:
+    await_mark("sent")
+    dist.destroy_process_group()
+    atexit.register(mark, "exits")  # before the groups are closed
+elif rank == 1:
+    work = dist.isend(torch.arange(4), 2)
+    mark("sent")
+    work.wait()
+    dist.destroy_process_group()
+else:
+    await_mark("exits")
+    got = torch.zeros(4, dtype=torch.int64)
+    dist.recv(got, 1)
+    assert got.tolist() == [0, 1, 2, 3]
+    dist.destroy_process_group()
+"""
+
+
+def test_messages_go_on_while_rank_0_exits(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(RANK_0_EXITS)
+    torchrun(3, program, [str(tmp_path)], 100)
 
 
 @sizes

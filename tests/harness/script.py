@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import runpy
@@ -71,5 +72,9 @@ def _main(script: str, arguments: list[str], environment: dict[str, str], folder
     sys.path.insert(0, os.path.dirname(script))
     try:
         runpy.run_path(script, run_name="__main__")
+    except Exception as error:
+        sys.last_value = error  # as an interpreter does
+        raise
     finally:
+        atexit._run_exitfuncs()  # a fork would end without them
         sys.stdout.flush()

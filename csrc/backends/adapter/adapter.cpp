@@ -71,17 +71,7 @@ void Adapter::post(const Group& group, const CollectiveRequest& request) const {
 }
 
 HeldRequest held(const CollectiveRequest& request) {
-  HeldRequest kept{request.op,
-                   request.type,
-                   {},
-                   request.outs.vec(),
-                   request.reduction != nullptr ? std::optional(*request.reduction) : std::nullopt,
-                   request.root,
-                   request.source_sizes,
-                   request.out_sizes,
-                   request.is_list,
-                   request.source_parts,
-                   request.out_parts};
+  HeldRequest kept(request, {}, request.outs.vec());
   if (request.type == OpType::Barrier) {
     return kept;  // its tensors are not sent
   }

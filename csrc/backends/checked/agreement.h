@@ -57,7 +57,14 @@ class Agreement {
                                          Milliseconds timeout, const std::string& machine = {});
   ~Agreement();
   // What is in flight may end meanwhile; what has not by then, and what is called later, fails.
+  // Rank 0 goes on for the others until all of them have left: they may have messages among
+  // themselves.
   void leave(Milliseconds grace);
+  // At the end of the process: those it goes on for have `grace`, and messages that wait for their
+  // other ends the time that they have.
+  static void end_service(Milliseconds grace);
+  // Whether it goes on for others. Waits that long for the end of it.
+  static bool serves(Milliseconds within);
 
   // Its number among this rank's; the first is 1.
   uint64_t call(Operation operation);

@@ -35,17 +35,7 @@ constexpr std::chrono::milliseconds kGrace{5000};
 // The request with aliases of what it writes and of `sources`, that nobody else can release. One
 // tensor stays one.
 HeldRequest aliased(const CollectiveRequest& request, at::TensorList sources) {
-  HeldRequest kept{request.op,
-                   request.type,
-                   {},
-                   aliases_of(request.outs),
-                   request.reduction != nullptr ? std::optional(*request.reduction) : std::nullopt,
-                   request.root,
-                   request.source_sizes,
-                   request.out_sizes,
-                   request.is_list,
-                   request.source_parts,
-                   request.out_parts};
+  HeldRequest kept(request, {}, aliases_of(request.outs));
   for (size_t i = 0; i < sources.size(); ++i) {
     const bool is_out = i < request.outs.size() && request.sources[i].is_same(request.outs[i]);
     kept.sources.push_back(is_out ? kept.outs[i] : alias_of(sources[i]));
@@ -114,6 +104,11 @@ CheckedBackend::CheckedBackend(c10::intrusive_ptr<c10d::Backend> inner,
 void CheckedBackend::close_all(Milliseconds grace) {
   OpenGroups<Agreement>::of_this_process().close_all(
       grace, [](Agreement& group, Milliseconds left) { group.leave(left); });
+  constexpr Milliseconds kService{5000}, kLook{50};
+  Agreement::end_service(grace > Milliseconds(0) ? kService : grace);
+  while (Agreement::serves(kLook)) {
+    check_signals();
+  }
 }
 
 CheckedBackend::~CheckedBackend() {

@@ -145,6 +145,14 @@ void Coordinator::lose(const std::vector<int>& ranks, const std::string& how) {
   }
 }
 
+bool Coordinator::is_alone() const {
+  return std::none_of(left_.begin() + 1, left_.end(), [](auto& how) { return how.empty(); });
+}
+
+bool Coordinator::has_messages() const {
+  return !matching_.is_empty();
+}
+
 void Coordinator::tell_all(Says kind, const Payload& words) {
   for (int rank = 0; rank < roster_.place().size; ++rank) {
     tell_(rank, kind, words);
@@ -152,9 +160,8 @@ void Coordinator::tell_all(Says kind, const Payload& words) {
 }
 
 void Coordinator::compare() {
-  const bool missed = std::any_of(left_.begin(), left_.end(), [](auto& l) { return !l.empty(); });
   const bool wanted = std::any_of(calls_.begin(), calls_.end(), [](auto& c) { return !c.empty(); });
-  if (wanted && missed) {
+  if (wanted && has_lost_some()) {
     end_for_all(lost());  // what a rank called before it left it will not do
   }
   while (!has_ended_ &&
@@ -220,7 +227,7 @@ std::vector<int> Coordinator::peers_of(const Posted& posted) const {
 }
 
 void Coordinator::deny_those_without_peers() {
-  if (std::all_of(left_.begin(), left_.end(), [](auto& l) { return l.empty(); })) {
+  if (!has_lost_some()) {
     return;
   }
   const auto orphans = matching_.take_out([this](const Posted& posted) {
@@ -326,6 +333,8 @@ void Coordinator::answer(const Question& question) {
       }
       end_for_all({Kind::Timeout, ranks, text.str(), kGrace});
     }
+  } else if (has_lost_some()) {
+    end_for_all(lost());
   } else {
     std::erase_if(ranks, [&](int rank) {
       const auto state = state_of(rank);
@@ -338,6 +347,10 @@ void Coordinator::answer(const Question& question) {
     }
     end_for_all({Kind::Timeout, ranks, text.str(), kGrace});
   }
+}
+
+bool Coordinator::has_lost_some() const {
+  return std::any_of(left_.begin(), left_.end(), [](auto& how) { return !how.empty(); });
 }
 
 End Coordinator::lost() const {

@@ -33,6 +33,11 @@ class Coordinator {
   Clock::time_point next_look() const;
   void look(Clock::time_point now);
 
+  // Whether all ranks but this one are gone or have left.
+  bool is_alone() const;
+  // Whether a message waits for its other end.
+  bool has_messages() const;
+
  private:
   // Something is the matter with collective `seq`, or message `seq` of rank `of`, or rank `of` asks
   // about one of them.
@@ -56,6 +61,7 @@ class Coordinator {
   void answer(const Question& question);
 
   // The ranks that are no more there.
+  bool has_lost_some() const;
   End lost() const;
   // Ranks that have not called `seq`; where all have, all but this one.
   std::vector<int> suspects(uint64_t seq) const;

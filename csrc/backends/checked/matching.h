@@ -32,6 +32,9 @@ class Matching {
   // The other end, which waits no longer; or none, and this one waits for it.
   std::optional<Posted> match(const Posted& posted);
 
+  bool is_empty() const {
+    return boxes_.empty();
+  }
   const Posted* find(int rank, uint64_t number) const;
   // Those that wait no longer.
   std::vector<Posted> take_out(const std::function<bool(const Posted&)>& which);

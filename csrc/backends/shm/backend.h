@@ -74,6 +74,7 @@ class ShmBackend final : public RequestBackend {
   void shutdown() override;
 
   class LiveGroup;
+  class OperationTensors;
   class TensorOperation;
   // How a call is delivered and what it is called.
   struct Call;

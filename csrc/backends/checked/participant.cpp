@@ -1,0 +1,135 @@
+#include "backends/checked/participant.h"
+
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+namespace c10d_ext {
+
+namespace {
+
+using Clock = Participant::Clock;
+using Milliseconds = std::chrono::milliseconds;
+using Kind = ErrorKind;
+
+}  // namespace
+
+Participant::Participant(const Roster& roster, OpenCalls& calls, Say say, Wake wake)
+    : roster_(roster), calls_(calls), say_(std::move(say)), wake_(std::move(wake)) {}
+
+void Participant::obey(uint32_t kind, Payload& words) {
+  switch (kind) {
+    case kGo:
+      calls_.go(static_cast<uint64_t>(words.number()));
+      break;
+    case kDiffer: {
+      const auto seq = static_cast<uint64_t>(words.number());
+      const auto text = words.text();
+      calls_.deny_collective(seq, Kind::Mismatch, {text, words.numbers<int>()});
+      break;
+    }
+    case kGranted: {
+      const auto number = static_cast<uint64_t>(words.number());
+      const auto peer = words.number();
+      if (peer < 0 || peer >= roster_.place().size) {
+        throw std::runtime_error("a message to or from nobody");
+      }
+      calls_.grant(number, static_cast<uint64_t>(peer));
+      break;
+    }
+    case kDenied: {
+      const auto number = static_cast<uint64_t>(words.number());
+      const auto said = words.number();
+      if (said < 0 || said > static_cast<int64_t>(Kind::Closed)) {
+        throw std::runtime_error("an error of an unknown kind");
+      }
+      const auto kind = static_cast<Kind>(said);
+      const auto text = words.text();
+      calls_.deny_message(number, kind, {text, words.numbers<int>()});
+      break;
+    }
+    case kAwaited: {
+      const auto question = static_cast<Says>(words.number());
+      const auto number = static_cast<uint64_t>(words.number());
+      const auto text = words.text();
+      calls_.take_answer({question, number}, {text, words.numbers<int>()});
+      break;
+    }
+    case kPing:
+      say_(kPong, {});
+      break;
+    case kOver:
+      calls_.finish(take_end(words));
+      break;
+    case kDoomed:
+      calls_.doom(static_cast<uint64_t>(words.number()));
+      break;
+    case kLeaving:
+      // Nothing else will be agreed.
+      root_left_ = true;
+      calls_.finish({Kind::RankLost, {0}, roster_.describe(0, kLeft), kUnlimited});
+      break;
+    default:
+      throw std::runtime_error("a sentence of an unknown kind");
+  }
+}
+
+void Participant::lose_root(const std::string& how) {
+  if (!root_left_) {
+    calls_.finish({Kind::RankLost,
+                   {0},
+                   roster_.describe(0, how),
+                   how == kUnreachable ? Milliseconds(0) : kGrace});
+  }
+}
+
+void Participant::tell_news() {
+  for (auto& one : calls_.take_news()) {
+    if (one.kind != kBroken || calls_.break_off(one.seq)) {
+      say_(one.kind, std::move(one.words));
+    }
+  }
+}
+
+bool Participant::is_root_stopped() const {
+  return roster_.place().rank != 0 && roster_.is_near(0) && roster_.process_state(0) == "stopped";
+}
+
+void Participant::look(Clock::time_point now) {
+  auto late = calls_.take_late(now, [this] { return is_root_stopped(); });
+  for (auto& [kind, words] : late.questions) {
+    say_(kind, std::move(words));
+  }
+  if (!late.unanswered.empty()) {
+    const std::string state = roster_.is_near(0) ? roster_.process_state(0) : "silent";
+    calls_.finish({Kind::Timeout,
+                   {0},
+                   "the " + late.unanswered + ", got no answer from " + roster_.describe(0, state),
+                   kGrace});
+  }
+}
+
+void Participant::settle() {
+  const auto [grants, fails] = calls_.take_settled();
+  while (const auto next = calls_.next_to_begin()) {
+    try {
+      next->second(next->first);
+    } catch (const std::exception& error) {
+      calls_.add_news(broken(next->first, error.what()));
+      wake_();
+    }
+  }
+  for (const auto& [peer, begin] : grants) {
+    begin(peer);
+  }
+  for (const auto& failed : fails) {
+    failed.call.fail(failed.failure);
+  }
+  calls_.notify();
+}
+
+OpenCalls::News Participant::broken(uint64_t seq, const std::string& why) {
+  return {seq, kBroken, Payload().put(static_cast<int64_t>(seq)).put(why)};
+}
+
+}  // namespace c10d_ext

@@ -1,0 +1,53 @@
+#pragma once
+
+// Every rank's own part, rank 0's too: what it does on the agreement's thread with what rank 0
+// tells it, and what it tells rank 0 of its calls. No torch in here.
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <string>
+
+#include "backends/checked/open_calls.h"
+#include "backends/checked/protocol.h"
+#include "backends/checked/roster.h"
+
+namespace c10d_ext {
+
+class Participant {
+ public:
+  using Clock = OpenCalls::Clock;
+  // Says it to rank 0, which may be this one.
+  using Say = std::function<void(Says kind, Payload words)>;
+  // Has the thread come round once more.
+  using Wake = std::function<void()>;
+
+  // `roster` and `calls` outlive this.
+  Participant(const Roster& roster, OpenCalls& calls, Say say, Wake wake);
+
+  // What rank 0 says. Throws std::runtime_error where that makes no sense.
+  void obey(uint32_t kind, Payload& words);
+  // There is no connection to rank 0 any more; `how`: kGone or kUnreachable.
+  void lose_root(const std::string& how);
+
+  // Says what other threads of this rank have left to be said.
+  void tell_news();
+  // Asks rank 0 about what is late, and finds it out where rank 0 does not answer.
+  void look(Clock::time_point now);
+  // Calls what other code has to do, without a lock.
+  void settle();
+
+  // That the data of collective `seq` does not come.
+  static OpenCalls::News broken(uint64_t seq, const std::string& why);
+
+ private:
+  bool is_root_stopped() const;
+
+  const Roster& roster_;
+  OpenCalls& calls_;
+  const Say say_;
+  const Wake wake_;
+  bool root_left_ = false;
+};
+
+}  // namespace c10d_ext

@@ -1,0 +1,91 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "backends/request.h"
+#include "base/group.h"
+#include "base/profiler_span.h"
+#include "base/types.h"
+#include "work/request_work.h"
+
+// torch names _allgather_base and its kin deprecated while they are what a Backend overrides.
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+
+namespace c10d_ext {
+
+// What moves the data of a backend of ours, behind CheckedBackend: c10d's methods as far as
+// lowering needs them, written once. Each takes its options apart, makes the work, which profilers
+// are told of, and has the derived class start it.
+//
+// Arguments are checked by who decorates it: dense CPU tensors of any shape, the same on all ranks
+// where they must be.
+class InnerBackend : public c10d::Backend {
+ public:
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  using Tensors = std::vector<at::Tensor>;
+  using Milliseconds = std::chrono::milliseconds;
+
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) final;
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) final;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) final;
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
+                          const c10d::AllgatherOptions& opts) final;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& opts) final;
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                        std::vector<int64_t>& input_splits,
+                        const c10d::AllToAllOptions& opts) final;
+  WorkPtr send(Tensors& tensors, int dst, int tag) final;
+  WorkPtr recv(Tensors& tensors, int src, int tag) final;
+  WorkPtr barrier(const c10d::BarrierOptions& opts) final;
+
+  // What profilers and reports call it.
+  const std::string& title() const {
+    return title_;
+  }
+
+ protected:
+  // What is under way, which whoever does it ends.
+  using InnerWork = c10::intrusive_ptr<SignalledWork>;
+  using Sizes = std::vector<int64_t>;
+
+  InnerBackend(int rank, int size, const std::string& group_name, std::string title);
+
+  // Each starts a collective on all ranks and returns; `work` is ended once it is over, or has
+  // failed.
+  virtual void start_broadcast(const InnerWork& work, const at::Tensor& t, int root) = 0;
+  virtual void start_all_reduce(const InnerWork& work, const at::Tensor& t, ReduceOp op) = 0;
+  // `t` is scratch memory on ranks other than the root.
+  virtual void start_reduce(const InnerWork& work, const at::Tensor& t, ReduceOp op, int root) = 0;
+  virtual void start_all_gather(const InnerWork& work, const at::Tensor& source,
+                                const at::Tensor& out) = 0;
+  virtual void start_reduce_scatter(const InnerWork& work, const at::Tensor& source,
+                                    const at::Tensor& out, ReduceOp op) = 0;
+  // So many elements to and from each rank, one after the other.
+  virtual void start_all_to_all(const InnerWork& work, const at::Tensor& source,
+                                const at::Tensor& out, Sizes sent, Sizes received) = 0;
+  virtual void start_barrier(const InnerWork& work) = 0;
+  // Of a sparse tensor, which becomes the sum. `timeout`: of the call.
+  virtual WorkPtr all_reduce_sparse(const at::Tensor& tensor, Milliseconds timeout) = 0;
+  virtual WorkPtr start_message(const Message& message) = 0;
+
+  // The work of a call that begins; `input`: what profilers are told it reads.
+  InnerWork begin_work(c10d::OpType type, OpType op, const at::Tensor& input) const;
+  virtual InnerWork make_work(c10d::OpType type, std::string_view op,
+                              std::unique_ptr<ProfilerSpan> span) const;
+
+  const Group group_;  // for texts
+
+ private:
+  const std::string title_;
+};
+
+}  // namespace c10d_ext

@@ -1,0 +1,83 @@
+"""Ranks that meet to make a group: who they are, where they meet, and how long they wait."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from torch_c10d_ext import _C
+
+# What clocks can count.
+_LONGEST = dt.timedelta(days=365)
+
+
+class Meeting(NamedTuple):
+    """One rank's part in the making of a group, in the order in which ``_C`` takes it.
+
+    Args:
+        global_ranks: where the ranks are in the world, a ``_C.GlobalRanks``.
+    """
+
+    store: Any
+    rank: int
+    size: int
+    timeout: dt.timedelta
+    name: str
+    global_ranks: Any
+
+    @classmethod
+    def of(cls, options: Any) -> Meeting:
+        """That of what torch gives who creates a backend."""
+        # torch gives no ranks for the group of all of them, which is the first one.
+        everyone = [] if dist.is_initialized() else list(range(options.group_size))
+        return cls(
+            options.store,
+            options.group_rank,
+            options.group_size,
+            options.timeout,
+            options.group_id,
+            _C.GlobalRanks(options.store, options.global_ranks_in_group or everyone),
+        )
+
+    @property
+    def where(self) -> str:
+        """The end of texts."""
+        return f"(rank {self.rank}/{self.size}, group '{self.name}')"
+
+    def checked(self, backend: str) -> Meeting:
+        """The same, with a timeout that clocks can count.
+
+        Raises:
+            ValueError: it is negative.
+        """
+        if self.timeout < dt.timedelta():
+            # Also what torch makes of timedelta.max, which its microseconds cannot hold.
+            raise ValueError(
+                f"{backend}: the timeout must be from 0 to 292000 years, got "
+                f"{self.timeout.total_seconds():g} s {self.where}"
+            )
+        return self.bounded()
+
+    def bounded(self) -> Meeting:
+        """The same, with a timeout that clocks can count."""
+        return self._replace(timeout=min(self.timeout, _LONGEST))
+
+    def below(self, prefix: str) -> Meeting:
+        """The same at other keys of the store."""
+        return self._replace(store=dist.PrefixStore(prefix, self.store))
+
+    def of_part(self, ranks: Sequence[int]) -> Meeting:
+        """That of some of the ranks, this one among them."""
+        return self._replace(
+            rank=ranks.index(self.rank),
+            size=len(ranks),
+            global_ranks=_C.part_of_global_ranks(self.global_ranks, list(ranks)),
+        )
+
+    def rendezvous(self, backend: str = "shm") -> _C.Rendezvous:
+        """What tells whether the others still come."""
+        store, rank, size, _, name, global_ranks = self
+        return _C.Rendezvous(store, rank, size, name, global_ranks, backend)
