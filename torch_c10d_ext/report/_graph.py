@@ -250,7 +250,8 @@ def wire_of(call: Call, sizes: Sizes, result: Any, group: str) -> Any:
     if op in WIRE:
         return WIRE[op](n, b, out)
     raise ValueError(
-        f"communication_report: collectives must be of the kinds it knows, got {call.op}"
+        f"communication_report: a collective must have a row of torch_c10d_ext._op_info.WIRE, "
+        f"got {call.op}"
     )
 
 

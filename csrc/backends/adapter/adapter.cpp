@@ -75,6 +75,9 @@ HeldRequest held(const CollectiveRequest& request) {
   if (request.type == OpType::Barrier) {
     return kept;  // its tensors are not sent
   }
+  TORCH_INTERNAL_ASSERT(request.sources.size() <= request.outs.size(), request.op,
+                        ": held() must be given the request of an op, which has an out for each "
+                        "source; those of c10d's methods may have none");
   // The method copies the source, on a device in the order of the caller's stream.
   const bool is_copied = request.type == OpType::AllReduce || request.type == OpType::Reduce ||
                          request.type == OpType::Broadcast;

@@ -41,7 +41,10 @@ struct CollectiveHeader {
   uint32_t algorithms;
   uint64_t members_sizes;
 };
-static_assert(sizeof(CollectiveHeader) == 64);
+// Small data follows it, and it is full. For one more field, narrow another one (a root is below
+// Layout::kMaxSize), or take two cache lines by alignas(kCacheLinePair), and see what `make bench`
+// says of 8 B.
+static_assert(sizeof(CollectiveHeader) == 64, "small data follows: it must fill whole cache lines");
 
 // The words of one rank on which other ranks wait, or that they ring.
 struct Control {
