@@ -1,5 +1,7 @@
 """What the server that workers are forked from imports once for all of them."""
 
+import gc
+
 import pytest  # noqa: F401
 import torch
 import torch._dynamo
@@ -7,5 +9,13 @@ import torch._inductor.compile_fx
 import torch.distributed.tensor
 import torch.testing._internal.optests
 
+import torch_c10d_ext  # noqa: F401
+from tests import contract  # noqa: F401
+from tests.harness import delayed, python_group  # noqa: F401
+
 # Kernels without vector instructions compile in half the time.
 torch._inductor.config.cpp.simdlen = 1
+
+# What is here stays: a worker that walked it in search of garbage would copy all of its pages.
+gc.collect()
+gc.freeze()
