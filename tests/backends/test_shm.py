@@ -390,6 +390,7 @@ def _passes_two_to_the_31() -> None:
     assert torch.equal(x[marks], torch.arange(10, 16, dtype=torch.uint8) * 2)
 
 
+@pytest.mark.long
 def test_more_than_two_to_the_31_elements() -> None:
     needs_memory(2.5 * HUGE)
     run(2, _passes_two_to_the_31, backend="shm")

@@ -1,7 +1,14 @@
 """What the server that workers are forked from imports once for all of them."""
 
 import gc
+import os
+import sys
 
+from tests.harness.pool import SEARCH_PATH
+
+sys.path[:] = os.environ[SEARCH_PATH].split(os.pathsep)
+
+# ruff: noqa: E402
 import pytest  # noqa: F401
 import torch
 import torch._dynamo
