@@ -180,11 +180,13 @@ def test_the_users_passes_come_first() -> None:
 # On two ranks: compiles a step, drops what is in memory, and compiles once more, from the caches.
 _COMPILE_TWICE = """
 import sys
-import torch, torch.distributed as dist
+import torch, torch.distributed as dist, torch._inductor.compile_fx
 from torch._dynamo.utils import counters
 import torch.multiprocessing as mp
 import torch_c10d_ext
 from tests.optimizer import test_compilers as here
+
+torch._inductor.config.cpp.simdlen = 1
 
 def main(rank, store):
     backend = sys.argv[2]
@@ -211,7 +213,7 @@ def main(rank, store):
     dist.destroy_process_group()
 
 if __name__ == "__main__":
-    mp.spawn(main, (sys.argv[1],), nprocs=2)
+    mp.start_processes(main, (sys.argv[1],), nprocs=2, start_method="fork")
 """
 
 
