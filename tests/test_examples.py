@@ -21,7 +21,7 @@ SCRIPTS = [
     "train_over_two_hosts",
     "uneven_all_to_all",
 ]
-LONG = {"train_over_two_hosts"}
+pytestmark = pytest.mark.long
 
 
 def docstring(name: str) -> str:
@@ -47,10 +47,7 @@ def documented_output(name: str) -> list[str]:
     return [line.strip() for line in after.splitlines() if line.startswith("    ")]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in SCRIPTS],
-)
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_prints_what_its_docstring_says(name):
     ranks, arguments = documented_command(name)
     out = torchrun(ranks, ROOT / f"examples/{name}.py", arguments, deadline=100)
@@ -69,7 +66,6 @@ def test_every_example_is_tested():
     assert found == {*SCRIPTS, "train_char_transformer"}
 
 
-@pytest.mark.long
 def test_training_on_a_mesh_of_two_by_two():
     """tp and dp together: losses fall and agree with eager and with the 1-rank reference."""
     _, arguments = documented_command("train_char_transformer")

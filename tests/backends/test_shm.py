@@ -43,7 +43,7 @@ from torch_c10d_ext import _C
 from torch_c10d_ext.errors import CollectiveMismatch, CollectiveTimeout, GroupClosed
 
 SIZES = (1, 2, 3, 4)
-MANY = 8  # more ranks than cores, where all sizes are swept, and in the long run
+MANY = 8  # more than cores
 LONG = pytest.mark.long
 CPU = torch.device("cpu")
 
@@ -376,7 +376,7 @@ def _differs(out: Tensor, want: Tensor) -> str:
     return f"{len(wrong)} of {out.numel()} elements, first {wrong[:3].tolist()}, last {wrong[-1]}"
 
 
-@pytest.mark.parametrize("size", [*SIZES, MANY])
+@everywhere
 def test_is_right_at_every_size(size: int) -> None:
     verify(size, sweeps, backend="shm")
 

@@ -1310,12 +1310,11 @@ FALLBACK_EXITS = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("scenarios", "disabled"),
-    [
-        pytest.param(tuple(EXIT_CODES), "0", id=BACKEND),
-        pytest.param(FALLBACK_EXITS, "1", id=FALLBACK, marks=pytest.mark.long),
-    ],
+    [(tuple(EXIT_CODES), "0"), (FALLBACK_EXITS, "1")],
+    ids=[BACKEND, FALLBACK],
 )
 def test_processes_end_as_they_would_without_the_backend(
     scenarios: tuple[str, ...], disabled: str, tmp_path: Path

@@ -260,9 +260,8 @@ def bounded(seconds: float) -> Callable[[], bool]:
 
 
 # shm itself, and its collectives over gloo where ranks cannot share memory.
-everywhere = pytest.mark.parametrize(
-    "backend", ["shm", pytest.param(FALLBACK, marks=pytest.mark.long)]
-)
+everywhere = pytest.mark.parametrize("backend", ["shm", FALLBACK])
+pytestmark = pytest.mark.long
 
 
 @everywhere

@@ -158,7 +158,7 @@ def _values() -> None:
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=LONG)])
 def test_values_of_parts(ranks: int, backend: str) -> None:
     run(ranks, _values, backend=backend)
 

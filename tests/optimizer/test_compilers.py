@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -217,6 +218,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_cached_code_compares_plans_too(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(_COMPILE_TWICE)
