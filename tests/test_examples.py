@@ -21,6 +21,7 @@ SCRIPTS = [
     "train_over_two_hosts",
     "uneven_all_to_all",
 ]
+pytestmark = pytest.mark.long
 
 
 def docstring(name: str) -> str:

@@ -161,6 +161,7 @@ def _threads_run_while_a_package_waits(directory: str) -> None:
     assert not text, text
 
 
+@pytest.mark.long
 def test_aotinductor_package_and_program_in_this_and_a_fresh_process(tmp_path: Path) -> None:
     run(2, _save, str(tmp_path), False, True, deadline=FRESH_DEADLINE)
     run(2, _load, str(tmp_path), True, deadline=FRESH_DEADLINE)

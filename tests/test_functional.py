@@ -324,6 +324,7 @@ def _large_tensors(backend: str) -> None:
     assert y[_LARGE // 2 - 3 : _LARGE // 2].tolist() == y[-3:].tolist() == [14, 16, 18]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ("gloo", "shm"))
 def test_more_elements_than_an_int_counts(backend: str) -> None:
     needs_memory(6 * _LARGE)

@@ -556,7 +556,9 @@ def _runs(kind: str) -> None:
     ("kind", "size"),
     [
         *itertools.product(["eager", "make_fx"], [2, 3, 4]),
-        *itertools.product(["aot_eager", "inductor", "strict"], [2, 3]),
+        *itertools.product(["aot_eager", "strict"], [2, 3]),
+        ("inductor", 2),
+        pytest.param("inductor", 3, marks=pytest.mark.long),
         ("peak_memory", 3),
         ("non-strict", 3),
     ],

@@ -76,6 +76,7 @@ def _tree(at: Path) -> None:
     assert done.returncode == 0, f"{shlex.join(command)}\n{done.stderr}"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_a_collective_that_nobody_has_is_three_files_and_its_export() -> None:
     assert OBJECTS, "the objects of a build in this tree are needed: `make build` leaves them"

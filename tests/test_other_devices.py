@@ -58,6 +58,8 @@ MODULES = [
     )
 ]
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def extension() -> Iterator[str]:

@@ -29,9 +29,12 @@ from torch import Tensor
 import torch_c10d_ext.functional as F
 from tests.harness import run
 
-pytestmark = pytest.mark.skipif(
-    torch.__version__ < "2.13", reason="torch's results have no gradients before 2.13"
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        torch.__version__ < "2.13", reason="torch's results have no gradients before 2.13"
+    ),
+]
 
 DUNDERS = """
     __abs__ __add__ __and__ __array__ __bool__ __complex__ __contains__ __copy__ __deepcopy__

@@ -504,7 +504,7 @@ def _frames(ours: bool, flies: bool, backend: str) -> dict[str, tuple[list[int],
     return found
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("compiler", [pytest.param("eager", marks=pytest.mark.long), "aot_eager"])
 def test_compiles_and_guards_as_torchs_results_do(compiler: str) -> None:
     theirs = run(2, _frames, False, False, compiler)[0]
     if compiler == "eager":

@@ -983,17 +983,22 @@ class Trial:
         return good[0] and good[2]
 
 
-def _combinations(part: int, compiled: bool) -> Iterator[tuple[str, str, bool]]:
+def _combinations(part: int) -> Iterator[tuple[str, str, bool]]:
     """Every way out of `FEW` collectives, and of the others a part: one in `PARTS`."""
     for i, (name, way) in enumerate(WAYS.items()):
         for j, collective in enumerate(COLLECTIVES):
-            if way.costly:
-                wanted = compiled and collective == FEW[0]
-            else:
-                wanted = collective in FEW or (i + j) % PARTS == part
-            for requires_grad in (False, True) if wanted else ():
+            wanted = collective in FEW or (i + j) % PARTS == part
+            for requires_grad in (False, True) if wanted and not way.costly else ():
                 if way.only in (None, requires_grad):
                     yield name, collective, requires_grad
+
+
+def _compiled_combinations() -> Iterator[tuple[str, str, bool]]:
+    """Every way out that takes a compiler, of one collective."""
+    for name, way in WAYS.items():
+        for requires_grad in (False, True) if way.costly else ():
+            if way.only in (None, requires_grad):
+                yield name, FEW[0], requires_grad
 
 
 PARTS = 4
@@ -1005,10 +1010,10 @@ def expect_none(summaries: list[str]) -> None:
     assert not said, "\n".join(said)
 
 
-def _ways_out(flies: bool, part: int) -> str:
+def _ways_out(flies: bool, part: int | None) -> str:
     trial = Trial(F)
-    # What is compiled once for results in flight and once for complete ones is enough.
-    for name, collective, requires_grad in _combinations(part, compiled=part in (0, 3)):
+    combinations = _compiled_combinations() if part is None else _combinations(part)
+    for name, collective, requires_grad in combinations:
         trial.apply(name, collective, requires_grad, flies)
     return trial.summary() if trial.failed else ""
 
@@ -1020,15 +1025,24 @@ def test_ways_out(backend: str, flies: bool) -> None:
     expect_none(run(2, _ways_out, flies, part, backend=backend, deadline=250))
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("backend", "flies"), [("gloo", False), ("shm", True)])
+def test_ways_out_into_compiled_code(backend: str, flies: bool) -> None:
+    expect_none(run(2, _ways_out, flies, None, backend=backend, deadline=250))
+
+
 def _torchs_ways_out() -> dict[str, list[str]]:
     """The ways of torch's own results that do not give what the table says."""
     trial = Trial(torch_functional)
-    for name, collective, requires_grad in _combinations(0, compiled=True):
+    for name, collective, requires_grad in itertools.chain(
+        _combinations(0), _compiled_combinations()
+    ):
         if COLLECTIVES[collective].in_torch and not name.startswith("inductor"):
             trial.apply(name, collective, requires_grad, False)
     return trial.failed
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not TORCH_IS_CHECKED, reason="torch's results have no gradients before 2.13")
 def test_torchs_results_are_held_to_the_same_table() -> None:
     failed = {k: v for each in run(2, _torchs_ways_out, deadline=250) for k, v in each.items()}

@@ -1058,12 +1058,17 @@ def test_within_compiled_code(compiler: str, backend: str, size: int) -> None:
     verify(size, _compiled, compiler, backend=backend, deadline=200)
 
 
-@places(gloo=(1, 2), shm=(3, 4))
+@pytest.mark.parametrize(
+    ("backend", "size"),
+    [("gloo", 1), ("gloo", 2), ("shm", 3), pytest.param("shm", 4, marks=pytest.mark.long)],
+)
 def test_derivatives(backend: str, size: int) -> None:
     verify(size, check_derivatives, backend=backend, deadline=200)
 
 
-@places(gloo=(), shm=(2, 3))
+@pytest.mark.parametrize(
+    ("backend", "size"), [("shm", 2), pytest.param("shm", 3, marks=pytest.mark.long)]
+)
 def test_finite_differences(backend: str, size: int) -> None:
     verify(size, check_finite_differences, backend=backend, deadline=200)
 

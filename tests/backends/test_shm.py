@@ -42,12 +42,20 @@ from tests.harness.worker import FALLBACK
 from torch_c10d_ext import _C
 from torch_c10d_ext.errors import CollectiveMismatch, CollectiveTimeout, GroupClosed
 
-SIZES = (1, 2, 3, 4, 8)
+SIZES = (1, 2, 3, 4)
+MANY = 8  # more than cores
+LONG = pytest.mark.long
 CPU = torch.device("cpu")
 
-everywhere = pytest.mark.parametrize("size", SIZES)
+everywhere = pytest.mark.parametrize("size", [*SIZES, pytest.param(MANY, marks=LONG)])
 with_gloo = pytest.mark.parametrize(
-    ("backend", "size"), [*(("shm", n) for n in SIZES), ("gloo", 2), ("gloo", 4)]
+    ("backend", "size"),
+    [
+        *(("shm", n) for n in SIZES),
+        pytest.param("shm", MANY, marks=LONG),
+        ("gloo", 2),
+        ("gloo", 4),
+    ],
 )
 
 SHAPES: tuple[Shape, ...] = ((3, 4), (0,), (1,), (5,), (3, 0, 2), (2, 3, 4), (1, 1, 1), ())
@@ -390,6 +398,7 @@ def _passes_two_to_the_31() -> None:
     assert torch.equal(x[marks], torch.arange(10, 16, dtype=torch.uint8) * 2)
 
 
+@pytest.mark.long
 def test_more_than_two_to_the_31_elements() -> None:
     needs_memory(2.5 * HUGE)
     run(2, _passes_two_to_the_31, backend="shm")
@@ -488,7 +497,10 @@ def _receives_from_anyone() -> None:
             dist.send(_message(rank, 0, 9), 0, tag=9)
 
 
-@pytest.mark.parametrize(("backend", "size"), [*(("shm", n) for n in SIZES[1:]), ("gloo", 2)])
+@pytest.mark.parametrize(
+    ("backend", "size"),
+    [*(("shm", n) for n in SIZES[1:]), pytest.param("shm", MANY, marks=LONG), ("gloo", 2)],
+)
 def test_sends_and_receives(backend: str, size: int) -> None:
     if backend == "shm":  # gloo ends a send before it is received only for small messages
         run(size, _sends_and_receives, backend=backend)

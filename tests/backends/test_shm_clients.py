@@ -520,6 +520,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("starter", ("torchrun", "mp.spawn"))
 def test_started_by(starter: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"

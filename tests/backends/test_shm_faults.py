@@ -1310,6 +1310,7 @@ FALLBACK_EXITS = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("scenarios", "disabled"),
     [(tuple(EXIT_CODES), "0"), (FALLBACK_EXITS, "1")],

@@ -261,6 +261,7 @@ def bounded(seconds: float) -> Callable[[], bool]:
 
 # shm itself, and its collectives over gloo where ranks cannot share memory.
 everywhere = pytest.mark.parametrize("backend", ["shm", FALLBACK])
+pytestmark = pytest.mark.long
 
 
 @everywhere

@@ -47,6 +47,10 @@ ENVIRONMENT = {
 }
 
 
+# Where the server finds what it imports: multiprocessing does not tell it before Python 3.13.
+SEARCH_PATH = "C10D_EXT_TESTS_SEARCH_PATH"
+
+
 class WorkersFailed(AssertionError):
     """A call failed on at least one rank; the text holds every rank's traceback or stack."""
 
@@ -224,6 +228,8 @@ def _scratch() -> str:
 
 def _context() -> Any:
     import torch
+
+    os.environ[SEARCH_PATH] = os.pathsep.join(sys.path)
 
     if torch.version.cuda is not None:
         # A process that asked for devices and then forked cannot use CUDA in the child.

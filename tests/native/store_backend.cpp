@@ -2,7 +2,7 @@
 // store, compiled against torch alone. Whoever waits does the work; there are no futures.
 
 #include <torch/csrc/utils/pybind.h>
-#include <torch/extension.h>
+#include <torch/library.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,13 @@ from tests.optimizer.graphs import Builder, aten
 from torch_c10d_ext import Compute, Link
 from torch_c10d_ext.errors import CollectiveMismatch, CollectiveTimeout
 from torch_c10d_ext.optimizer import Settings, find_deadlock, optimize_and_report
-from torch_c10d_ext.optimizer._agreement import Register, compare, pack_plan, unpack_plan
+from torch_c10d_ext.optimizer._agreement import (
+    _WINDOW,
+    Register,
+    compare,
+    pack_plan,
+    unpack_plan,
+)
 
 DEADLINE = 20.0
 
@@ -172,6 +180,99 @@ def test_a_rank_whose_graph_is_new_hears_of_ranks_that_do_not_wait() -> None:
     assert caught.value.seq == 1
 
 
+STORES: dict[str, Callable[[Path], dist.Store]] = {
+    "hash": lambda folder: dist.HashStore(),
+    "tcp": lambda folder: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
+    "file": lambda folder: dist.PrefixStore("g", dist.FileStore(str(folder / "store"), 2)),
+}
+
+
+@pytest.fixture(params=STORES)
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> dist.Store:
+    return STORES[request.param](tmp_path)
+
+
+@pytest.mark.parametrize("ahead", [16, 17, 40, _WINDOW - 2])
+def test_a_divergence_is_named_however_far_the_other_rank_is(store: Any, ahead: int) -> None:
+    # The records go round twice, so that older ones stand where this run's would.
+    new, old = (Register(store, rank, 2, "plan") for rank in range(2))
+    for _ in range(2 * _WINDOW):
+        old.run(["a"], False, DEADLINE)
+        new.run(["a"], False, DEADLINE)
+    for lines in [["b"], ["c"], *[["a"]] * ahead][: _WINDOW - 1]:
+        old.run(lines, False, DEADLINE)
+    new.run(["b"], True, DEADLINE)
+    with pytest.raises(CollectiveMismatch, match="number 0 of the graph: rank 0: b; rank 1: c"):
+        new.run(["b"], True, DEADLINE)
+
+
+def test_no_rank_gets_a_window_ahead(store: Any) -> None:
+    late, early = (Register(store, rank, 2, "plan") for rank in range(2))
+    for k in range(_WINDOW // 2 - 1):
+        late.run([str(k)], False, DEADLINE)
+    for k in range(_WINDOW - 1):
+        early.run([str(k)], False, DEADLINE)
+    for _ in range(2):
+        with pytest.raises(CollectiveTimeout, match="rank 0 for run 256 \\(here\\)") as caught:
+            early.run(["x"], False, 0.05, "(here)")
+        assert caught.value.ranks == [0]
+    # The same run once more, as nothing was sent of it.
+    late.run([str(_WINDOW // 2 - 1)], True, DEADLINE)
+    early.run(["x"], False, DEADLINE)
+    for k in range(_WINDOW // 2, _WINDOW - 1):
+        late.run([str(k)], True, DEADLINE)
+    with pytest.raises(CollectiveMismatch, match="rank 0: y; rank 1: x"):
+        late.run(["y"], True, DEADLINE)
+
+
+def test_a_rank_that_waits_for_a_late_one_goes_on_when_it_comes(store: Any) -> None:
+    def meet(rank: int) -> int:
+        register = Register(store, rank, 2, "plan")
+        for k in range(4 * _WINDOW):
+            # The second rank alone compares, now and then.
+            register.run([str(k % 3)], bool(rank) and k % 100 == 0, DEADLINE)
+        return register.runs
+
+    assert _in_threads(2, meet) == [4 * _WINDOW] * 2
+
+
+def test_what_is_stored_does_not_grow(tmp_path: Path) -> None:
+    store = dist.PrefixStore("g", dist.FileStore(str(tmp_path / "store"), 2))
+    registers = [Register(store, rank, 2, "plan") for rank in range(2)]
+
+    def stored() -> list[int]:
+        return sorted(path.stat().st_size for path in tmp_path.iterdir())
+
+    def runs(count: int) -> None:
+        for k in range(count):
+            for register in registers:
+                register.run([str(k % 3)], register.rank == 1, DEADLINE)
+
+    runs(_WINDOW)
+    before = stored()
+    assert len(before) == 3
+    runs(2 * _WINDOW)
+    assert stored() == before
+    memory = dist.HashStore()
+    registers = [Register(memory, rank, 2, "plan") for rank in range(2)]
+    runs(_WINDOW)
+    keys = memory.num_keys()
+    runs(2 * _WINDOW)
+    assert memory.num_keys() == keys
+
+
+def test_files_go_with_the_last_rank(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    late, early = (Register(store, rank, 2, "plan") for rank in range(2))
+    early.run(["a"], False, DEADLINE)
+    del early
+    with pytest.raises(CollectiveMismatch, match="rank 0: b; rank 1: a"):
+        late.run(["b"], True, DEADLINE)
+    del late
+    gc.collect()
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
 def test_every_divergence_is_named_by_the_store() -> None:
     rng = random.Random(9)
     store = dist.HashStore()
@@ -193,7 +294,9 @@ def test_every_divergence_is_named_by_the_store() -> None:
 
 def test_a_rank_that_never_comes_is_named() -> None:
     register = Register(dist.HashStore(), 0, 2, "plan")
-    with pytest.raises(CollectiveTimeout, match="got none of rank 1 \\(rank 0/2, group 'g'\\)"):
+    with pytest.raises(
+        CollectiveTimeout, match="nothing of rank 1 for run 1 \\(rank 0/2, group 'g'\\)"
+    ):
         register.run(["a"], True, 0.2, "(rank 0/2, group 'g')")
 
 

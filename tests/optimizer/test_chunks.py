@@ -28,6 +28,7 @@ ext, native, aten = torch.ops.c10d_ext, torch.ops._c10d_functional, torch.ops.at
 Call = Callable[..., Any]
 RANKS = 4
 INDUCTOR_DEADLINE = 200.0
+LONG = pytest.mark.long
 # Products and links are slow, launches and copies are not, so that small sites are worth it.
 SETTINGS: dict[str, Any] = {
     "link": Link(latency=1e-6, bandwidth=1e6, shared="wire"),
@@ -157,7 +158,7 @@ def _values() -> None:
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=LONG)])
 def test_values_of_parts(ranks: int, backend: str) -> None:
     run(ranks, _values, backend=backend)
 
@@ -208,8 +209,10 @@ def _random_chains(first: int, count: int) -> tuple[int, int]:
     return made, followed
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("ranks", "backend"),
+    [(2, "shm"), (3, "gloo"), *(pytest.param(*p, marks=LONG) for p in ((2, "gloo"), (3, "shm")))],
+)
 def test_random_chains_keep_their_values(ranks: int, backend: str) -> None:
     for made, followed in run(ranks, _random_chains, 100 * ranks, 10, backend=backend):
         assert made > 5
@@ -269,9 +272,15 @@ def _trainings(compiler: str) -> list[str]:
     return [_training(compiler, scatter) for scatter in (True, False)]
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("compiler", "ranks", "backend"),
+    [
+        *(("aot_eager", ranks, backend) for ranks in (2, 4) for backend in ("shm", "gloo")),
+        ("inductor", 2, "shm"),
+        # The backend is not seen by the compiler, and more ranks have the same graphs.
+        *(pytest.param("inductor", *p, marks=LONG) for p in ((2, "gloo"), (4, "shm"), (4, "gloo"))),
+    ],
+)
 def test_a_training_step_in_parts(ranks: int, compiler: str, backend: str) -> None:
     for texts in run(ranks, _trainings, compiler, backend=backend, deadline=INDUCTOR_DEADLINE):
         for text in texts:

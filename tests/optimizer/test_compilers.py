@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -180,11 +181,13 @@ def test_the_users_passes_come_first() -> None:
 # On two ranks: compiles a step, drops what is in memory, and compiles once more, from the caches.
 _COMPILE_TWICE = """
 import sys
-import torch, torch.distributed as dist
+import torch, torch.distributed as dist, torch._inductor.compile_fx
 from torch._dynamo.utils import counters
 import torch.multiprocessing as mp
 import torch_c10d_ext
 from tests.optimizer import test_compilers as here
+
+torch._inductor.config.cpp.simdlen = 1
 
 def main(rank, store):
     backend = sys.argv[2]
@@ -211,10 +214,11 @@ def main(rank, store):
     dist.destroy_process_group()
 
 if __name__ == "__main__":
-    mp.spawn(main, (sys.argv[1],), nprocs=2)
+    mp.start_processes(main, (sys.argv[1],), nprocs=2, start_method="fork")
 """
 
 
+@pytest.mark.long
 def test_cached_code_compares_plans_too(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(_COMPILE_TWICE)

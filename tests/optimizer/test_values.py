@@ -58,14 +58,14 @@ def _random_graphs(first: int, count: int, numerics: str, moves: bool = False) -
     return changed, merged
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_random_graphs_keep_their_bits_on_shm(ranks: int) -> None:
     (changed, merged), *_ = run(ranks, _random_graphs, 1000, 40, "bitwise", backend="shm")
     assert changed > 20
     assert merged > 6
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_random_moves_keep_their_bits_on_shm(ranks: int) -> None:
     (changed, merged), *_ = run(ranks, _random_graphs, 3000, 25, "bitwise", True, backend="shm")
     assert changed > 10

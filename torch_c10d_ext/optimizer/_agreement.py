@@ -11,14 +11,18 @@ import base64
 import functools
 import hashlib
 import json
+import os
+import tempfile
 import threading
 import time
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torch_c10d_ext._groups import (
@@ -40,9 +44,10 @@ Exchange = Callable[[bytes], list[bytes]]
 _LINE = 512  # bytes of a launch's description in an error
 _NOTHING = "nothing more"
 
-# Of how many runs a rank says in the store which plan it ran, and bytes of a plan's name there.
-_REMEMBERED = 16
-_NAME = 8
+# Of how many runs a rank's records are kept; no rank gets that far ahead of another one.
+_WINDOW = 512
+_NAME = 8  # bytes of a plan's name
+_SUM = 4  # and of a record's checksum
 
 
 def pack_plan(launches: Launches) -> str:
@@ -138,6 +143,78 @@ def exchange_by_collective(group: str) -> Exchange:
     return exchange
 
 
+class _InStore:
+    """The records of a group's ranks, in keys of its store that are overwritten."""
+
+    def __init__(self, store: Any, name: str, rank: int) -> None:
+        self._store, self._name, self._rank = store, name, rank
+
+    def write(self, slot: int, record: bytes) -> None:
+        self._store.set(f"{self._name}/rank/{self._rank}/{slot}", record)
+
+    def read(self, rank: int, slot: int) -> bytes:
+        key = f"{self._name}/rank/{rank}/{slot}"
+        # Not wait(): it would keep the store from every other thread.
+        return bytes(self._store.get(key)) if self._store.check([key]) else b""
+
+
+class _InFiles:
+    """The records in a file for each rank, beside that of a FileStore, which forgets nothing.
+
+    As that store does, each access opens the file anew: so file systems of several hosts show what
+    was written. The store itself says where the files are.
+    """
+
+    def __init__(self, store: Any, name: str, rank: int, size: int, beside: Path) -> None:
+        self._store, self._name = store, name
+        made, path = tempfile.mkstemp(prefix=f"{beside.name}.", dir=beside.parent)
+        os.close(made)
+        self._paths = {rank: path}
+        self._own = path
+        store.set(f"{name}/file/{rank}", path)
+        # Ranks that are still to read what this one wrote may come long after it has gone.
+        self.end = weakref.finalize(self, _remove_files, os.getpid(), store, name, size, beside)
+
+    def write(self, slot: int, record: bytes) -> None:
+        file = os.open(self._own, os.O_WRONLY)
+        try:
+            os.pwrite(file, record, slot * len(record))
+        finally:
+            os.close(file)
+
+    def read(self, rank: int, slot: int) -> bytes:
+        if rank not in self._paths:
+            key = f"{self._name}/file/{rank}"
+            if not self._store.check([key]):
+                return b""
+            self._paths[rank] = self._store.get(key).decode()
+        file = os.open(self._paths[rank], os.O_RDONLY)
+        try:
+            return os.pread(file, _RECORD, slot * _RECORD)
+        finally:
+            os.close(file)
+
+
+def _remove_files(pid: int, store: Any, name: str, size: int, beside: Path) -> None:
+    """Called by each rank at its end, and by its forks; the last rank finds that all are done."""
+    # A FileStore waits for minutes for a folder that is gone.
+    if pid == os.getpid() and beside.exists() and store.add(f"{name}/ended", 1) == size:
+        for rank in range(size):
+            Path(store.get(f"{name}/file/{rank}").decode()).unlink(missing_ok=True)
+
+
+_RECORD = 8 + _NAME + _SUM
+
+
+def _records(store: Any, name: str, rank: int, size: int) -> _InStore | _InFiles:
+    inner = store
+    while isinstance(inner, dist.PrefixStore):
+        inner = inner.underlying_store
+    if isinstance(inner, dist.FileStore):
+        return _InFiles(store, name, rank, size, Path(inner.path))
+    return _InStore(store, name, rank)
+
+
 class Register:
     """Which plan each rank of a group runs, in a store: for groups that take one collective for
     another, and for those without CPU tensors.
@@ -145,12 +222,16 @@ class Register:
     Whether a graph is new differs between ranks: a compiler was called again on one, or knew the
     graph on another. So every rank says of every run what it is about to do, which takes a few
     microseconds, and only ranks whose graph is new wait for what the others say.
+
+    A record stands until its rank is ``_WINDOW`` runs further, and a rank gets that far only once
+    all others have come past the run: so what a rank ran is known whatever the ranks' pace is.
     """
 
     def __init__(self, store: Any, rank: int, size: int, name: str) -> None:
         self.store, self.rank, self.size, self.name = store, rank, size, name
         self.runs = 0
-        self._recent = b""
+        self._ask_at = _WINDOW
+        self._records = _records(store, name, rank, size)
         self._given: set[bytes] = set()
 
     def run(
@@ -161,29 +242,30 @@ class Register:
         Args:
             lines: this rank's launches in the group.
             wait: whether this rank waits for the others and compares.
-            timeout: seconds for that.
+            timeout: seconds for that, and for ranks that are half a window behind.
             where: the end of errors.
             group: its name, for errors.
 
         Raises:
             CollectiveMismatch: as :func:`compare`.
-            CollectiveTimeout: a rank did not come to this run in time.
+            CollectiveTimeout: ranks did not come to a run in time.
         """
         mine = hashlib.sha256("\n".join(lines).encode()).digest()[:_NAME]
         if mine not in self._given:
             # Before its name is, so that who finds the name finds the text.
             self.store.set(f"{self.name}/plan/{mine.hex()}", pack_plan({"": lines}))
             self._given.add(mine)
-        self.runs += 1
-        self._recent = (self._recent + mine)[-_REMEMBERED * _NAME :]
-        said = self.runs.to_bytes(8, "little") + self._recent
-        self.store.set(f"{self.name}/rank/{self.rank}", said)
+        number = self.runs + 1
+        if number >= self._ask_at:
+            # Up to the next time, no record is overwritten whose run some rank has yet to come to.
+            self._names_of(number - _WINDOW // 2, mine, timeout, where)
+            self._ask_at = number + _WINDOW // 2
+        self.runs = number
+        said = number.to_bytes(8, "little") + mine
+        self._records.write(number % _WINDOW, said + zlib.crc32(said).to_bytes(_SUM, "little"))
         if not wait:
             return
-        names = [
-            mine if r == self.rank else self._name_of(r, mine, timeout, where)
-            for r in range(self.size)
-        ]
+        names = self._names_of(number, mine, timeout, where)
         if len(set(names)) == 1:
             return
         plans = [self._lines_of(name) for name in names]
@@ -193,30 +275,38 @@ class Register:
         apart = [r for r, text in enumerate(texts) if text != texts[0]]
         raise _mismatch(first, [t[:_LINE] for t in texts], apart, self.rank, where, group)
 
-    def _name_of(self, rank: int, mine: bytes, timeout: float, where: str) -> bytes:
-        """The name of the plan that another rank runs as this run."""
+    def _names_of(self, run: int, mine: bytes, timeout: float, where: str) -> list[bytes]:
+        """The names of the plans that the ranks run as a run, once all have come to it."""
         deadline = time.monotonic() + timeout
         pause = 0.0005
-        key = f"{self.name}/rank/{rank}"
+        names = {self.rank: mine}
         while True:
-            # Not wait(): it would keep the store from every other thread.
-            if self.store.check([key]):
-                said = bytes(self.store.get(key))
-                ahead = int.from_bytes(said[:8], "little") - self.runs
-                recent = [said[k : k + _NAME] for k in range(8, len(said), _NAME)]
-                if 0 <= ahead < len(recent):
-                    return recent[-1 - ahead]
-                if ahead > 0:
-                    return mine  # so long ago that nobody remembers, and nothing stopped it since
+            for rank in range(self.size):
+                if rank not in names and (name := self._name_of(rank, run)):
+                    names[rank] = name
+            if len(names) == self.size:
+                return [names[rank] for rank in range(self.size)]
             if time.monotonic() > deadline:
+                late = [rank for rank in range(self.size) if rank not in names]
+                ranks = f"{'rank' if len(late) == 1 else 'ranks'} {', '.join(map(str, late))}"
                 raise CollectiveTimeout(
-                    f"optimize: every rank must compare its plan within {timeout:g} s, got none "
-                    f"of rank {rank} {where}".rstrip(),
-                    ranks=[rank],
+                    f"optimize: every rank must say within {timeout:g} s what it runs, got "
+                    f"nothing of {ranks} for run {run} {where}".rstrip(),
+                    ranks=late,
                     op="optimize",
                 )
             time.sleep(pause)
             pause = min(0.05, pause * 1.5)
+
+    def _name_of(self, rank: int, run: int) -> bytes:
+        """The name of the plan that a rank runs as a run; nothing: it has not come to it."""
+        record = self._records.read(rank, run % _WINDOW)
+        said, checksum = record[:-_SUM], record[-_SUM:]
+        # Files are read while they are written.
+        if len(record) < _RECORD or zlib.crc32(said) != int.from_bytes(checksum, "little"):
+            return b""
+        # It is this run's while this rank compares it: the other one is less than a window ahead.
+        return said[8:] if int.from_bytes(said[:8], "little") >= run else b""
 
     def _lines_of(self, name: bytes) -> list[str]:
         text = bytes(self.store.get(f"{self.name}/plan/{name.hex()}")).decode()
