@@ -45,6 +45,9 @@ from tests.harness.flight import in_flight
 from tests.harness.values import reduce_reference
 from torch_c10d_ext import AsyncCollectiveTensor
 
+# Each op's transforms are in its contract; these are of functions made of several.
+pytestmark = pytest.mark.long
+
 # --- one function of all ranks -------------------------------------------------------------------
 
 

@@ -26,6 +26,7 @@ from torch_c10d_ext.optimizer import CheckFailed, Settings, check_rewrite, optim
 
 ext, native, aten = torch.ops.c10d_ext, torch.ops._c10d_functional, torch.ops.aten
 Call = Callable[..., Any]
+pytestmark = pytest.mark.long  # most of it compiles
 RANKS = 4
 INDUCTOR_DEADLINE = 200.0
 LONG = pytest.mark.long
