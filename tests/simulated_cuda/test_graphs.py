@@ -240,7 +240,7 @@ def test_a_graph_break_between_start_and_wait() -> None:
 def _swept_in_another_thread() -> str:
     """Results nobody waits for are looked for while another thread captures, with every care."""
     mine = device()
-    x, n = torch.ones(COUNT, device=mine), dist.get_world_size()
+    x = torch.ones(COUNT, device=mine)
     assert _works()
     side = torch.cuda.Stream(mine)
     # The other thread's memory: one that asks the device for more ends the capture, too.
@@ -279,9 +279,13 @@ def _swept_in_another_thread() -> str:
         failures.append("the graph is wrong")
     for y in late:  # a thread that has ended looks for nothing
         wait(y)
-    assert _works() and n == 2
+    assert _works()
     return "\n".join(failures)
 
 
 def test_a_search_for_results_spares_another_threads_capture() -> None:
     assert run_on_devices(2, _swept_in_another_thread, backend=NCCL) == ["", ""]
+
+
+def test_a_search_for_results_of_one_rank_spares_another_threads_capture() -> None:
+    assert run_on_devices(1, _swept_in_another_thread, backend=NCCL) == [""]

@@ -464,11 +464,13 @@ def _messages() -> list[str]:
             x.fill_(float(10 * turn + rank))
             like = torch.empty(COUNT, device=mine)
             peers = [(rank + 1) % n, (rank - 1) % n]
-            _sent, got = F.batch_isend_irecv([x, like], peers, [True, False])
+            sent, got = F.batch_isend_irecv([x, like], peers, [True, False])
             x.fill_(-7.0)
             del x
         with torch.cuda.stream(ends):
             got, source = F.wait_message(got, like)
+            F.wait_tensor(sent)
+            del sent
         with torch.cuda.stream(begins):
             junk = [torch.full((COUNT,), 9.0, device=mine) for _ in range(4)]
         with torch.cuda.stream(ends):
