@@ -462,11 +462,12 @@ def _messages() -> list[str]:
             x = torch.full((COUNT,), -1.0, device=mine)
             torch.cuda._sleep(3_000_000)
             x.fill_(float(10 * turn + rank))
-            like = torch.empty(COUNT, device=mine)
+            given = x.view(2, -1).t() if turn % 2 else x  # every second one is sent from a copy
+            like = torch.empty(given.shape, device=mine)
             peers = [(rank + 1) % n, (rank - 1) % n]
-            sent, got = F.batch_isend_irecv([x, like], peers, [True, False])
+            sent, got = F.batch_isend_irecv([given, like], peers, [True, False])
             x.fill_(-7.0)
-            del x
+            del x, given
         with torch.cuda.stream(ends):
             got, source = F.wait_message(got, like)
             F.wait_tensor(sent)
@@ -477,7 +478,7 @@ def _messages() -> list[str]:
             z = got + 0
         ends.synchronize()
         torch.cuda.synchronize()
-        want = torch.full((COUNT,), float(10 * turn + (rank - 1) % n))
+        want = torch.full(like.shape, float(10 * turn + (rank - 1) % n))
         assert int(source) == (rank - 1) % n
         if text := _differ(z, want):
             failures.append(f"turn {turn}: {text}")

@@ -8,6 +8,7 @@
 #include <c10/util/accumulate.h>
 
 #include <algorithm>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -50,6 +51,12 @@ at::Tensor packed(at::TensorList tensors, const at::Tensor& like) {
   return bytes;
 }
 
+// c10d's methods alone have parts, and lists of several dtypes: those of our backends, on the CPU.
+// Memory of a device would have to be kept for the stream of the wait.
+void check_on_cpu(std::string_view op, const at::Tensor& like) {
+  TORCH_INTERNAL_ASSERT(like.is_cpu(), op, ": tensors must be on the CPU, got ", like.device());
+}
+
 // `bytes` of any shape become the values of `out`.
 void put(const at::Tensor& bytes, const at::Tensor& out) {
   if (is_dense(out)) {
@@ -64,7 +71,6 @@ void put(const at::Tensor& bytes, const at::Tensor& out) {
 
 Finish unpack_later(const at::Tensor& bytes, at::TensorList outs) {
   return [bytes, outs = aliases_of(outs)] {
-    used_here(bytes);
     int64_t offset = 0;
     for (const auto& out : outs) {
       put(span_of(bytes, offset, bytes_in(out)), out);
@@ -110,6 +116,7 @@ Started with_parts(const Adapter& adapter, const HeldRequest& request) {
   const auto& outs = request.outs;
   const int64_t ranks = adapter.size();
   const at::Tensor& like = outs.empty() ? sources.front() : outs.front();
+  check_on_cpu(request.op, like);
   const at::Tensor source = packed(sources, like);
   if (request.type == OpType::ReduceScatter) {
     Sizes elements = bytes_of_ranks(sources, ranks);
@@ -160,13 +167,13 @@ Started with_parts(const Adapter& adapter, const HeldRequest& request) {
 
 Started all_gather_bytes_of_list(const Adapter& adapter, at::TensorList sources,
                                  at::TensorList outs) {
+  check_on_cpu("all_gather", outs.front());
   const int64_t ranks = adapter.size();
   const at::Tensor own = packed(sources, outs.front());
   // Row r: what rank r has of every tensor.
   const at::Tensor all = empty_bytes(ranks * own.numel(), own).view({ranks, own.numel()});
   Started started = all_gather_bytes(adapter, own, bytes_of(all));
   started.finish = then(std::move(started.finish), [all, outs = aliases_of(outs), ranks] {
-    used_here(all);
     int64_t offset = 0;
     for (const auto& out : outs) {
       const int64_t width = bytes_in(out) / ranks;
