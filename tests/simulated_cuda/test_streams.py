@@ -470,13 +470,13 @@ def _messages() -> list[str]:
             del x, given
         with torch.cuda.stream(ends):
             got, source = F.wait_message(got, like)
-            F.wait_tensor(sent)
+            F.wait_message(sent, like)
             del sent
         with torch.cuda.stream(begins):
             junk = [torch.full((COUNT,), 9.0, device=mine) for _ in range(4)]
         with torch.cuda.stream(ends):
             z = got + 0
-        ends.synchronize()
+        begins.synchronize()  # the junk is written by now, and what is on `ends` need not be done
         torch.cuda.synchronize()
         want = torch.full(like.shape, float(10 * turn + (rank - 1) % n))
         assert int(source) == (rank - 1) % n
