@@ -66,7 +66,9 @@ class CollectiveTimeout(CollectiveError):
 class CollectiveMismatch(CollectiveError):
     """The ranks called different collectives; raised on all of them, before data is written.
 
-    ``ranks`` are those that disagree with rank 0.
+    ``ranks`` are those that disagree with rank 0. The group goes on, unless ranks sent different
+    numbers of tensors: those may have coalesced their calls differently, and later calls cannot be
+    told apart.
     """
 
 

@@ -20,6 +20,8 @@ struct Failure {
   std::vector<int> ranks;
   std::string op;
   uint64_t seq = 0;
+  // No later operation of the group can succeed.
+  bool ends_group = false;
 };
 
 // Which rank of which group: the end of every text.

@@ -61,6 +61,7 @@ void Fingerprint::count_parts(bool is_even, int64_t each) {
 
 Fingerprint&& Fingerprint::of_members(const Sizes& sizes) && {
   count = std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+  tensors = std::max(static_cast<int64_t>(sizes.size()), tensors);
   if (sizes.size() > 1) {
     std::ostringstream text;
     text << " in " << sizes.size() << " tensors of sizes [";
@@ -162,6 +163,9 @@ std::optional<Difference> difference(const std::vector<Fingerprint>& calls, uint
   };
   const size_t ranks = calls.size();
   auto found = difference_of_calls(ranks, seq, agree, [&](size_t r) { return text_of(calls[r]); });
+  if (found) {
+    end_where_tensors_differ(*found, ranks, [&](size_t r) { return calls[r].tensors; });
+  }
   if (found || even || calls[0].sends.size() != ranks || calls[0].expects.size() != ranks) {
     return found;
   }
@@ -205,6 +209,18 @@ std::optional<Difference> difference_of_calls(size_t ranks, uint64_t seq,
   }
   text << " in collective " << seq;
   return Difference{text.str(), std::move(at_fault)};
+}
+
+void end_where_tensors_differ(Difference& found, size_t ranks,
+                              const std::function<int64_t(size_t)>& tensors) {
+  for (size_t rank = 1; rank < ranks && !found.ends_group; ++rank) {
+    found.ends_group = tensors(rank) != tensors(0);
+  }
+  if (found.ends_group) {
+    found.text +=
+        ", and the group ends, for ranks that send different numbers of tensors may have "
+        "coalesced their calls differently";
+  }
 }
 
 std::optional<Difference> difference_of_parts(

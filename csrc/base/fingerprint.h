@@ -26,6 +26,8 @@ struct Fingerprint {
   std::string unit;
   // What else there is to say of the elements: " in 2 tensors of sizes [3, 4]".
   std::string details;
+  // How many travel together.
+  int64_t tensors = 1;
   ReduceOp reduce_op = ReduceOp::None;
   int root = -1;
   // Elements of each rank's part as far as this rank knows; negative: they differ, or there is no
@@ -62,6 +64,8 @@ std::string text_of(const Fingerprint& fingerprint);
 struct Difference {
   std::string text;
   std::vector<int> ranks;
+  // No later call can be trusted to meet its own: see end_where_tensors_differ().
+  bool ends_group = false;
 };
 
 // What is wrong where ranks 0, 1, ... have called these as collective `seq`.
@@ -71,6 +75,12 @@ std::optional<Difference> difference(const std::vector<Fingerprint>& calls, uint
 std::optional<Difference> difference_of_calls(size_t ranks, uint64_t seq,
                                               const std::function<bool(size_t, size_t)>& agree,
                                               const std::function<std::string(size_t)>& text);
+
+// Calls of a coalescing block travel together where dtype and reduction are the same. Ranks that
+// disagree on these make other numbers of collectives of one block, which shows by the numbers of
+// tensors; a later collective of one rank would meet an earlier one of another.
+void end_where_tensors_differ(Difference& found, size_t ranks,
+                              const std::function<int64_t(size_t)>& tensors);
 
 // What each rank sends must be what the other expects, between every two ranks that are concerned:
 // all, or with the root of a gather or scatter. Sizes of which `element` are told as one; `root`:

@@ -456,19 +456,6 @@ def _together(*counts: int) -> Asked:
     return outs, lambda: dist.group.WORLD.allreduce_coalesced(outs).wait()
 
 
-def _in_a_block(*counts: int) -> Asked:
-    outs = [torch.full((count,), 7.0) for count in counts]
-
-    def call() -> None:
-        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-        backend._start_coalescing()
-        for out in outs:
-            backend.allreduce([out])
-        backend._end_coalescing().wait()
-
-    return outs, call
-
-
 def _sparse(*sizes: int, dims: int = 1, op: Any = "SUM") -> Asked:
     x = torch.ones(sizes).to_sparse(dims)
     return [x], lambda: dist.all_reduce(x, getattr(dist.ReduceOp, op))
@@ -515,12 +502,6 @@ MISMATCHES: dict[str, tuple[Callable[[], Asked], Callable[[], Asked], str, str]]
         lambda: _reduced(),
         "all_reduce(float32 of shape [3, 2] with 1 sparse dimensions, sum)",
         "all_reduce(6 x float32, sum)",
-    ),
-    "tensors in a block": (
-        lambda: _in_a_block(3, 3, 2),
-        lambda: _in_a_block(5, 3),
-        "all_reduce(8 x float32 in 3 tensors of sizes [3, 3, 2], sum)",
-        "all_reduce(8 x float32 in 2 tensors of sizes [5, 3], sum)",
     ),
     "all_reduce size beyond the arena": (
         lambda: _reduced(count=(1 << 22) + 1),
@@ -616,10 +597,95 @@ def test_ranks_that_disagree_all_raise(name: str, size: int) -> None:
     run(size, _disagree, name, 1, backend=BACKEND)
 
 
-@pytest.mark.parametrize("name", [name for name in MISMATCHES if name != "tensors in a block"])
+@pytest.mark.parametrize("name", MISMATCHES)
 def test_ranks_that_disagree_all_raise_over_gloo(name: str) -> None:
-    """Where the calls of a block start one by one."""
     run(3, _disagree, name, 1, backend=FALLBACK)
+
+
+def _in_a_list(outs: list[torch.Tensor], group: Any) -> Any:
+    return group.allreduce_coalesced(outs)
+
+
+def _in_a_block_of_the_backend(outs: list[torch.Tensor], group: Any) -> Any:
+    backend = group._get_backend(torch.device("cpu"))
+    backend._start_coalescing()
+    for out in outs:
+        backend.allreduce([out])
+    return backend._end_coalescing()
+
+
+def _in_a_block(outs: list[torch.Tensor], group: Any) -> Any:
+    with ours.coalescing_manager(group, async_ops=True) as block:
+        for out in outs:
+            ours.all_reduce(out, group=group)
+    return block
+
+
+DOUBLE = torch.float64
+SINGLE = torch.float32
+# What the odd rank reduces and what the others do, by how many and of which dtypes.
+COALESCED: dict[str, tuple[Callable[[list[torch.Tensor], Any], Any], list[Any], list[Any], str]] = {
+    "lists": (_in_a_list, [SINGLE] * 3, [SINGLE] * 2, "in 3 tensors of sizes [4, 4, 4]"),
+    "dtypes": (_in_a_block, [SINGLE] * 2, [SINGLE, DOUBLE], "in 2 tensors of sizes [4, 4]"),
+    "more of a dtype": (
+        _in_a_block,
+        [DOUBLE] * 3 + [SINGLE],
+        [DOUBLE] * 2 + [SINGLE] * 2,
+        "in 3 tensors of sizes [4, 4, 4]",
+    ),
+    "dtypes in a block of the backend": (
+        _in_a_block_of_the_backend,
+        [SINGLE] * 2,
+        [SINGLE, DOUBLE],
+        "in 2 tensors of sizes [4, 4]",
+    ),
+    "numbers in a block of the backend": (
+        _in_a_block_of_the_backend,
+        [SINGLE] * 3,
+        [SINGLE] * 2,
+        "in 3 tensors of sizes [4, 4, 4]",
+    ),
+}
+
+
+def _lose_step(name: str, odd: int) -> None:
+    """After it a call of one rank would meet an earlier one of another, of the same kind."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group()
+    check_works(group)
+    start, odds, rest, text = COALESCED[name]
+    outs = [torch.full((4,), 7.0, dtype=d) for d in (odds if rank == odd else rest)]
+    block = start(outs, group)
+    after = torch.full((4,), 7.0, dtype=DOUBLE)
+    work = dist.all_reduce(after, group=group, async_op=True)
+    failure = report(block.wait)
+    assert failure.kind == "CollectiveMismatch", failure
+    assert text in failure.text, failure.text
+    assert "different numbers of tensors may have coalesced their calls differently" in failure.text
+    assert f"(rank {rank}/{size}, " in failure.text
+    assert failure.ranks == ([odd] if odd != 0 else list(range(1, size)))
+    later_calls = (lambda: dist.all_reduce(after, group=group), lambda: dist.barrier(group))
+    for later in (work.wait, *later_calls):
+        ended = report(later)
+        assert (ended.kind, ended.ranks) == ("CollectiveMismatch", failure.ranks), ended
+        assert "the group is broken since " in ended.text and text in ended.text, ended.text
+        assert f"(rank {rank}/{size}, " in ended.text
+    assert all(torch.equal(out, torch.full_like(out, 7.0)) for out in (*outs, after))
+    dist.destroy_process_group(group)
+    check_works()  # the other groups of these ranks
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", COALESCED)
+@pytest.mark.parametrize("odd", [0, 1])
+def test_ranks_that_coalesce_differently_end_the_group(name: str, size: int, odd: int) -> None:
+    run(size, _lose_step, name, odd, backend=BACKEND)
+
+
+@pytest.mark.parametrize("name", [name for name in COALESCED if "backend" not in name])
+def test_ranks_that_coalesce_differently_end_the_group_over_gloo(name: str) -> None:
+    """There the calls of a block of the backend start one by one."""
+    run(3, _lose_step, name, 1, backend=FALLBACK)
 
 
 SHAPES: dict[str, Callable[[int, Any], Any]] = {

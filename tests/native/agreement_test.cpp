@@ -535,6 +535,32 @@ void ranks_that_disagree_all_hear_of_it() {
          std::vector<int>{1, 2}));
 }
 
+void ranks_that_send_different_numbers_of_tensors_end_the_group() {
+  Ranks ranks(3);
+  std::vector<Call> calls(3);
+  std::vector<Call> next(3);
+  for (int rank = 0; rank < 3; ++rank) {
+    const auto r = static_cast<size_t>(rank);
+    auto called = of(OpType::AllReduce)
+                      .of_members(rank == 1 ? Fingerprint::Sizes{4} : Fingerprint::Sizes{4, 4});
+    ranks[rank].call(calls[r].operation(called, kLong));
+  }
+  for (auto& call : calls) {
+    const auto failure = call.failure();
+    CHECK(failure.kind == Kind::Mismatch && failure.ranks == std::vector<int>{1});
+    CHECK(!call.has_begun());
+    CHECK_HAS(failure.text, "8 x int64 in 2 tensors of sizes [4, 4]) on ranks 0 and 2");
+    CHECK_HAS(failure.text, "and the group ends");
+  }
+  for (int rank = 0; rank < 3; ++rank) {
+    ranks[rank].call(next[static_cast<size_t>(rank)].operation(summed(1), kLong));
+  }
+  for (auto& call : next) {
+    CHECK(call.failure().kind == Kind::Mismatch && !call.has_begun());
+    CHECK_HAS(call.failure().text, "the group is broken since ");
+  }
+}
+
 void uneven_parts_fit_where_their_sizes_do() {
   Ranks ranks(3);
   const std::vector<int64_t> sizes{4, 0, 7};
@@ -809,6 +835,7 @@ const std::vector<Test> kTests = {
     TEST(messages_of_ranks_that_left_are_denied),
     TEST(the_end_of_a_group_is_that_of_its_messages),
     TEST(nothing_begins_before_all_have_called),
+    TEST(ranks_that_send_different_numbers_of_tensors_end_the_group),
     TEST(ranks_that_disagree_all_hear_of_it),
     TEST(uneven_parts_fit_where_their_sizes_do),
     TEST(who_does_not_come_is_named),

@@ -153,3 +153,46 @@ def test_memory_is_kept_without_calls_for_lists(size: int) -> None:
 def test_memory_is_kept_with_calls_for_roots(size: int) -> None:
     calls = ("_with_roots", [*METHODS, "gather", "scatter", "barrier"])
     _none_fails(run_on_devices(size, _other_stream, *calls, backend=ALONE))
+
+
+class _Done(dist.Work):
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+
+class _Witness(dist.ProcessGroup):
+    """Of two ranks, and does nothing: it sees which device is the current one."""
+
+    def __init__(self) -> None:
+        super().__init__(dist.get_rank(), 2)
+        self.saw: list[int] = []
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "witness"
+
+    def _see(self, *_args: Any) -> dist.Work:
+        self.saw.append(torch.cuda.current_device())
+        return _Done()
+
+    allreduce = send = recv = _see
+
+
+def _called_from_another_device() -> list[str]:
+    mine = device()
+    witness = _Witness()
+    x = torch.zeros(COUNT, device=mine)
+    torch._C._distributed_c10d._register_process_group("witness", witness)
+    try:
+        with torch.cuda.device((mine.index + 1) % torch.cuda.device_count()):
+            F.wait_tensor(F.all_reduce(x, "sum", "witness"))
+            other = [1 - dist.get_rank()]
+            for sends in (True, False):
+                F.wait_message(F.batch_isend_irecv([x], other, [sends], group="witness")[0], x)
+    finally:
+        torch._C._distributed_c10d._unregister_process_group("witness")
+    return [] if witness.saw == [mine.index] * 3 else [f"current were {witness.saw}, not {mine}"]
+
+
+def test_a_backend_finds_the_device_of_its_tensors_current() -> None:
+    """nccl sees to it itself; what others may count on is this."""
+    _none_fails(run_on_devices(2, _called_from_another_device, backend=ALONE))

@@ -459,11 +459,12 @@ def _messages() -> list[str]:
     failures = []
     for turn in range(3):
         with torch.cuda.stream(begins):
-            x = torch.full((COUNT,), -1.0, device=mine)
+            dtype = torch.complex64 if turn % 2 else torch.float32
+            x = torch.full((COUNT,), -1.0, device=mine, dtype=dtype)
             torch.cuda._sleep(3_000_000)
             x.fill_(float(10 * turn + rank))
-            given = x.view(2, -1).t() if turn % 2 else x  # every second one is sent from a copy
-            like = torch.empty(given.shape, device=mine)
+            given = x.conj() if turn % 2 else x  # every second one is sent from a copy
+            like = torch.empty(COUNT, device=mine, dtype=dtype)
             peers = [(rank + 1) % n, (rank - 1) % n]
             sent, got = F.batch_isend_irecv([given, like], peers, [True, False])
             x.fill_(-7.0)
@@ -473,12 +474,12 @@ def _messages() -> list[str]:
             F.wait_message(sent, like)
             del sent
         with torch.cuda.stream(begins):
-            junk = [torch.full((COUNT,), 9.0, device=mine) for _ in range(4)]
+            junk = [torch.full((COUNT,), 9.0, device=mine, dtype=dtype) for _ in range(4)]
         with torch.cuda.stream(ends):
             z = got + 0
         begins.synchronize()  # the junk is written by now, and what is on `ends` need not be done
         torch.cuda.synchronize()
-        want = torch.full(like.shape, float(10 * turn + (rank - 1) % n))
+        want = torch.full((COUNT,), float(10 * turn + (rank - 1) % n), dtype=dtype)
         assert int(source) == (rank - 1) % n
         if text := _differ(z, want):
             failures.append(f"turn {turn}: {text}")

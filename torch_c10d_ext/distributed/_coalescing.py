@@ -136,6 +136,8 @@ class CoalescingManager:
 
     Raises:
         ValueError: the group has an open block already.
+        CollectiveMismatch: the ranks' blocks differ; the group ends where they differ in how many
+            tensors travel together, as they do where the dtypes or reduce ops of one call differ.
 
     Gradient:
         None: see :mod:`torch_c10d_ext.distributed`.

@@ -177,6 +177,10 @@ void Coordinator::compare() {
     if (const auto found = difference(calls, agreed_)) {
       words.put(found->text).put(found->ranks);
       tell_all(kDiffer, words);
+      if (found->ends_group) {
+        end_for_all({Kind::Mismatch, found->ranks, "the group is broken since " + found->text,
+                     std::chrono::milliseconds(0)});
+      }
     } else {
       tell_all(kGo, words);
     }

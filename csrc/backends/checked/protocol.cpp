@@ -27,7 +27,7 @@ constexpr int64_t kMostGrace = 3'600'000;
 Payload encoded(const Fingerprint& called) {
   Payload words;
   words.put(static_cast<int64_t>(called.op_type)).put(called.unit);
-  words.put(called.details).put(static_cast<int64_t>(called.reduce_op));
+  words.put(called.details).put(called.tensors).put(static_cast<int64_t>(called.reduce_op));
   words.put(called.root).put(called.count).put(called.is_uneven ? 1 : 0);
   words.put(static_cast<int64_t>(called.shapes)).put(called.call_site);
   words.put(called.sends).put(called.expects);
@@ -39,6 +39,7 @@ Fingerprint take_fingerprint(Payload& words) {
   called.op_type = take(words, OpType::SparseAllReduce);
   called.unit = words.text();
   called.details = words.text();
+  called.tensors = words.number();
   called.reduce_op = take(words, ReduceOp::None);
   called.root = static_cast<int>(within(words.number(), -1, kMostRanks));
   called.count = words.number();

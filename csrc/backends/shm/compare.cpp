@@ -52,8 +52,12 @@ std::string describe_overrides(const Control& control) {
 
 Failure Collective::mismatch(Difference found) const {
   const std::string op(name_of(type()));
-  return {ErrorKind::Mismatch, op + ": " + found.text + " " + place_.text(), std::move(found.ranks),
-          op, seq_};
+  return {ErrorKind::Mismatch,
+          op + ": " + found.text + " " + place_.text(),
+          std::move(found.ranks),
+          op,
+          seq_,
+          found.ends_group};
 }
 
 std::optional<Failure> Collective::compare(bool strict) {
@@ -98,6 +102,10 @@ std::optional<Failure> Collective::compare_headers(bool strict) {
   };
   if (auto found = difference_of_calls(
           all.size(), seq_, [&](size_t a, size_t b) { return agree(all[a], all[b]); }, said)) {
+    end_where_tensors_differ(*found, all.size(), [&](size_t p) {
+      const bool sparse = static_cast<OpType>(all[p].type) == OpType::SparseAllReduce;
+      return sparse ? int64_t{1} : std::max<int64_t>(all[p].members, 1);
+    });
     return mismatch(std::move(*found));
   }
   if (!request_.call_site.empty()) {

@@ -35,6 +35,9 @@ bool Scheduler::advance(std::vector<Ended>& ended, bool thorough) {
       moved = true;
       if (task_.finished()) {
         take_front(ended, outcome());
+        if (broken_) {
+          fail_all(ended);
+        }
       }
     }
   }
@@ -93,7 +96,12 @@ void Scheduler::take_front(std::vector<Ended>& ended, std::optional<Failure> fai
 
 std::optional<Failure> Scheduler::outcome() {
   try {
-    return task_.failure();
+    auto failure = task_.failure();
+    // On every rank alike: no poison is needed.
+    if (failure && failure->ends_group) {
+      broken_ = std::make_shared<const Failure>(*failure);
+    }
+    return failure;
   } catch (const std::exception& e) {
     give_up(*queue_.front(), e.what());
     return *broken_;
