@@ -12,29 +12,39 @@ namespace {
 // Changes whenever one comes or goes: an address that this thread remembers may be another's then.
 std::atomic<uint64_t> generation{1};
 
-struct Last {
+struct Found {
   const c10d::Backend* asked = nullptr;
-  CollectiveBackend* answer = nullptr;
+  const DescribedBackend* described = nullptr;
+  const CollectiveBackend* collective = nullptr;
   uint64_t generation = 0;
 };
-thread_local Last last;
+
+const Found& find(const c10d::Backend& backend) {
+  thread_local Found last;
+  const uint64_t now = generation.load(std::memory_order_relaxed);
+  if (last.asked != &backend || last.generation != now) {
+    last = {&backend, dynamic_cast<const DescribedBackend*>(&backend),
+            dynamic_cast<const CollectiveBackend*>(&backend), now};
+  }
+  return last;
+}
 
 }  // namespace
 
-CollectiveBackend::CollectiveBackend() {
+DescribedBackend::DescribedBackend() {
   generation.fetch_add(1, std::memory_order_relaxed);
 }
 
-CollectiveBackend::~CollectiveBackend() {
+DescribedBackend::~DescribedBackend() {
   generation.fetch_add(1, std::memory_order_relaxed);
+}
+
+const DescribedBackend* DescribedBackend::of(const c10d::Backend& backend) {
+  return find(backend).described;
 }
 
 CollectiveBackend* CollectiveBackend::of(c10d::Backend& backend) {
-  const uint64_t now = generation.load(std::memory_order_relaxed);
-  if (last.asked != &backend || last.generation != now) {
-    last = {&backend, dynamic_cast<CollectiveBackend*>(&backend), now};
-  }
-  return last.answer;
+  return const_cast<CollectiveBackend*>(find(backend).collective);
 }
 
 }  // namespace c10d_ext

@@ -23,17 +23,6 @@ Sizes counts_of(at::TensorList tensors) {
   return counts;
 }
 
-// Elements of each rank, given its rows of `t`, which has all of them.
-std::vector<int64_t> elements_of(c10::IntArrayRef rows, const at::Tensor& t) {
-  const int64_t all = c10::sum_integers(rows);
-  const int64_t row = all == 0 ? 0 : t.numel() / all;
-  std::vector<int64_t> elements(rows.begin(), rows.end());
-  for (auto& count : elements) {
-    count *= row;
-  }
-  return elements;
-}
-
 // Elements of each rank's part, of which there are as many for each.
 Sizes counts_of_ranks(at::TensorList parts, int64_t ranks) {
   const size_t each = parts.size() / static_cast<size_t>(ranks);
@@ -53,6 +42,16 @@ int64_t row_of(const at::Tensor& t) {
 }
 
 }  // namespace
+
+std::vector<int64_t> elements_of(c10::IntArrayRef rows, const at::Tensor& t) {
+  const int64_t all = c10::sum_integers(rows);
+  const int64_t row = all == 0 ? 0 : t.numel() / all;
+  std::vector<int64_t> elements(rows.begin(), rows.end());
+  for (auto& count : elements) {
+    count *= row;
+  }
+  return elements;
+}
 
 bool Request::is_empty() const {
   switch (type) {

@@ -150,4 +150,7 @@ struct Message {
 };
 constexpr int64_t kAnySource = -1;
 
+// Elements of each rank, given its rows of `t`, which has all of them.
+std::vector<int64_t> elements_of(c10::IntArrayRef rows, const at::Tensor& t);
+
 }  // namespace c10d_ext

@@ -1,5 +1,7 @@
 #include "base/call_site.h"
 
+#include <pybind11/pybind11.h>
+
 #include <utility>
 
 namespace c10d_ext {

@@ -1,8 +1,8 @@
 #pragma once
 
-#include <pybind11/pybind11.h>
-
 #include <string>
+
+#include "base/python_module.h"
 
 namespace c10d_ext {
 

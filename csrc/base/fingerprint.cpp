@@ -62,16 +62,17 @@ void Fingerprint::count_parts(bool is_even, int64_t each) {
 Fingerprint&& Fingerprint::of_members(const Sizes& sizes) && {
   count = std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
   tensors = std::max(static_cast<int64_t>(sizes.size()), tensors);
-  if (sizes.size() > 1) {
-    std::ostringstream text;
-    text << " in " << sizes.size() << " tensors of sizes [";
-    for (size_t i = 0; i < sizes.size(); ++i) {
-      text << (i == 0 ? "" : ", ") << sizes[i];
-    }
-    text << ']';
-    details += text.str();
+  std::ostringstream text;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    text << (i == 0 ? "[" : ", ") << sizes[i];
   }
+  text << ']';
+  details += text_of_members(sizes.size(), text.str());
   return std::move(*this);
+}
+
+std::string text_of_members(size_t tensors, const std::string& sizes) {
+  return tensors > 1 ? " in " + std::to_string(tensors) + " tensors of sizes " + sizes : "";
 }
 
 Fingerprint&& Fingerprint::reduced_by(ReduceOp op) && {
@@ -145,27 +146,69 @@ std::string text_of(const Fingerprint& fingerprint) {
   if (fingerprint.shapes != 0) {
     text << " of shape " << text_of_shapes(fingerprint.shapes);
   }
+  text << fingerprint.manner;
   if (!fingerprint.call_site.empty()) {
     text << " at " << fingerprint.call_site;
   }
   return text.str();
 }
 
-std::optional<Difference> difference(const std::vector<Fingerprint>& calls, uint64_t seq) {
-  const bool even = std::all_of(calls.begin(), calls.end(), [](auto& c) { return c.count >= 0; });
-  const auto agree = [&](size_t first, size_t second) {
-    const Fingerprint& a = calls[first];
-    const Fingerprint& b = calls[second];
+namespace {
+
+// Where some of the ranks do not agree. `even`: counts and shapes are compared.
+std::optional<Difference> difference_of_calls(const std::vector<Fingerprint>& calls, bool even,
+                                              uint64_t seq) {
+  const auto agree = [&](const Fingerprint& a, const Fingerprint& b) {
     return a.op_type == b.op_type && a.unit == b.unit && a.details == b.details &&
-           a.reduce_op == b.reduce_op && a.root == b.root && a.call_site == b.call_site &&
+           a.tensors == b.tensors && a.reduce_op == b.reduce_op && a.root == b.root &&
+           a.call_site == b.call_site && a.manner == b.manner &&
            (!even || (a.count == b.count && shapes_agree(a.shapes, b.shapes))) &&
            a.sends.size() == b.sends.size() && a.expects.size() == b.expects.size();
   };
-  const size_t ranks = calls.size();
-  auto found = difference_of_calls(ranks, seq, agree, [&](size_t r) { return text_of(calls[r]); });
-  if (found) {
-    end_where_tensors_differ(*found, ranks, [&](size_t r) { return calls[r].tensors; });
+  Difference found;
+  for (size_t rank = 1; rank < calls.size(); ++rank) {
+    if (!agree(calls[0], calls[rank])) {
+      found.ranks.push_back(static_cast<int>(rank));
+    }
+    found.ends_group |= calls[rank].tensors != calls[0].tensors;
   }
+  if (found.ranks.empty()) {
+    return std::nullopt;
+  }
+  std::ostringstream text;
+  text << "every rank must enter the same collective with matching arguments, got ";
+  // Ranks that say the same share a line.
+  std::vector<bool> told(calls.size());
+  const char* separator = "";
+  for (size_t rank = 0; rank < calls.size(); ++rank) {
+    if (told[rank]) {
+      continue;
+    }
+    std::vector<int> same;
+    for (size_t other = rank; other < calls.size(); ++other) {
+      if (!told[other] && agree(calls[rank], calls[other])) {
+        told[other] = true;
+        same.push_back(static_cast<int>(other));
+      }
+    }
+    text << separator << text_of(calls[rank]) << " on " << list_of(same);
+    separator = ", ";
+  }
+  text << " in collective " << seq;
+  if (found.ends_group) {
+    text << ", and the group ends, for ranks that send different numbers of tensors may have "
+            "coalesced their calls differently";
+  }
+  found.text = text.str();
+  return found;
+}
+
+}  // namespace
+
+std::optional<Difference> difference(const std::vector<Fingerprint>& calls, uint64_t seq) {
+  const bool even = std::all_of(calls.begin(), calls.end(), [](auto& c) { return c.count >= 0; });
+  const size_t ranks = calls.size();
+  auto found = difference_of_calls(calls, even, seq);
   if (found || even || calls[0].sends.size() != ranks || calls[0].expects.size() != ranks) {
     return found;
   }
@@ -174,53 +217,6 @@ std::optional<Difference> difference(const std::vector<Fingerprint>& calls, uint
       [&](size_t from, size_t to) { return calls[from].sends[to]; },
       [&](size_t from, size_t to) { return calls[to].expects[from]; }, 1,
       [&](size_t from) { return calls[from].unit; });
-}
-
-std::optional<Difference> difference_of_calls(size_t ranks, uint64_t seq,
-                                              const std::function<bool(size_t, size_t)>& agree,
-                                              const std::function<std::string(size_t)>& said) {
-  std::vector<int> at_fault;
-  for (size_t rank = 1; rank < ranks; ++rank) {
-    if (!agree(0, rank)) {
-      at_fault.push_back(static_cast<int>(rank));
-    }
-  }
-  if (at_fault.empty()) {
-    return std::nullopt;
-  }
-  std::ostringstream text;
-  text << "every rank must enter the same collective with matching arguments, got ";
-  // Ranks that say the same share a line.
-  std::vector<bool> told(ranks);
-  const char* separator = "";
-  for (size_t rank = 0; rank < ranks; ++rank) {
-    if (told[rank]) {
-      continue;
-    }
-    std::vector<int> same;
-    for (size_t other = rank; other < ranks; ++other) {
-      if (!told[other] && agree(rank, other)) {
-        told[other] = true;
-        same.push_back(static_cast<int>(other));
-      }
-    }
-    text << separator << said(rank) << " on " << list_of(same);
-    separator = ", ";
-  }
-  text << " in collective " << seq;
-  return Difference{text.str(), std::move(at_fault)};
-}
-
-void end_where_tensors_differ(Difference& found, size_t ranks,
-                              const std::function<int64_t(size_t)>& tensors) {
-  for (size_t rank = 1; rank < ranks && !found.ends_group; ++rank) {
-    found.ends_group = tensors(rank) != tensors(0);
-  }
-  if (found.ends_group) {
-    found.text +=
-        ", and the group ends, for ranks that send different numbers of tensors may have "
-        "coalesced their calls differently";
-  }
 }
 
 std::optional<Difference> difference_of_parts(

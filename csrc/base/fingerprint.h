@@ -38,6 +38,8 @@ struct Fingerprint {
   uint64_t shapes = 0;
   // The line that has called it, "train/loop.py:12"; empty: lines are not compared.
   std::string call_site;
+  // How the rank would carry it out, where ranks may differ in that: " with algorithms '...'".
+  std::string manner;
   // Elements to and from each rank. Empty where the ranks' parts cannot differ.
   Sizes sends, expects;
 
@@ -60,27 +62,24 @@ struct Fingerprint {
 // "all_reduce(6 x float32, sum)"
 std::string text_of(const Fingerprint& fingerprint);
 
+// " in 2 tensors of sizes [3, 4]"; empty for one.
+std::string text_of_members(size_t tensors, const std::string& sizes);
+
 // What ranks do not agree on, and the ranks at fault.
 struct Difference {
   std::string text;
   std::vector<int> ranks;
-  // No later call can be trusted to meet its own: see end_where_tensors_differ().
+  // No later call can be trusted to meet its counterparts: see difference().
   bool ends_group = false;
 };
 
 // What is wrong where ranks 0, 1, ... have called these as collective `seq`.
+//
+// The group ends where ranks send different numbers of tensors. Calls of a coalescing block travel
+// together where dtype and reduction are the same: ranks that disagree on these make different
+// numbers of collectives of one block, and a later collective of one rank would meet an earlier one
+// of another.
 std::optional<Difference> difference(const std::vector<Fingerprint>& calls, uint64_t seq);
-
-// The same of `ranks` ranks whose calls are compared by `agree` and told by `text`.
-std::optional<Difference> difference_of_calls(size_t ranks, uint64_t seq,
-                                              const std::function<bool(size_t, size_t)>& agree,
-                                              const std::function<std::string(size_t)>& text);
-
-// Calls of a coalescing block travel together where dtype and reduction are the same. Ranks that
-// disagree on these make other numbers of collectives of one block, which shows by the numbers of
-// tensors; a later collective of one rank would meet an earlier one of another.
-void end_where_tensors_differ(Difference& found, size_t ranks,
-                              const std::function<int64_t(size_t)>& tensors);
 
 // What each rank sends must be what the other expects, between every two ranks that are concerned:
 // all, or with the root of a gather or scatter. Sizes of which `element` are told as one; `root`:

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <pybind11/pybind11.h>
-
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
@@ -9,44 +7,31 @@
 
 namespace c10d_ext {
 
+// While it lives, this thread is without the GIL, if it had it.
+class GilReleased {
+ public:
+  GilReleased();
+  ~GilReleased();
+  GilReleased(const GilReleased&) = delete;
+  GilReleased& operator=(const GilReleased&) = delete;
+
+ private:
+  void* state_ = nullptr;  // Python's, of this thread
+};
+
 // Runs `f` without the GIL. For whatever blocks: the threads that it waits for may need it, and
 // not every caller has let go of it (AOTInductor's runner has not).
 template <class F>
 void without_gil(F&& f) {
-  if (Py_IsInitialized() && PyGILState_Check()) {
-    pybind11::gil_scoped_release release;
-    f();
-  } else {
-    f();
-  }
+  const GilReleased released;
+  f();
 }
 
 // Whether the GIL can be taken: not before Python starts, nor once it ends.
-inline bool python_is_up() {
-#if PY_VERSION_HEX >= 0x030d0000
-  const bool going_down = Py_IsFinalizing();
-#else
-  const bool going_down = _Py_IsFinalizing();
-#endif
-  return Py_IsInitialized() && !going_down;
-}
+bool python_is_up();
 
 // For waits: lets Ctrl-C through.
-inline void check_signals() {
-  if (!python_is_up()) {
-    return;
-  }
-  pybind11::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) {
-    throw pybind11::error_already_set();
-  }
-}
-
-// Whether it is Ctrl-C, or what else is no error of the call that it ends.
-inline bool is_interrupt(const pybind11::error_already_set& error) {
-  pybind11::gil_scoped_acquire gil;
-  return !error.matches(PyExc_Exception);
-}
+void check_signals();
 
 // Waits for `is_over`, which `lock` guards, and lets Ctrl-C through; false: not by `until`.
 template <class IsOver>

@@ -56,6 +56,14 @@ void used_here(const at::Tensor& t) {
 }
 
 at::Tensor alias_of(const at::Tensor& t) {
+  at::Tensor alias = uncounted_alias_of(t);
+  if (!alias.is_same(t)) {
+    alias.unsafeGetTensorImpl()->set_version_counter(t.unsafeGetTensorImpl()->version_counter());
+  }
+  return alias;
+}
+
+at::Tensor uncounted_alias_of(const at::Tensor& t) {
   if (!t.defined() || !t.has_storage()) {
     return t;
   }
@@ -63,7 +71,6 @@ at::Tensor alias_of(const at::Tensor& t) {
       c10::TensorImpl::VIEW, c10::Storage(t.storage()), t.key_set(), t.dtype());
   auto* impl = alias.unsafeGetTensorImpl();
   impl->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
-  impl->set_version_counter(t.unsafeGetTensorImpl()->version_counter());
   return alias;
 }
 

@@ -20,6 +20,9 @@ void used_here(const at::Tensor& t);
 // tensor that Python has seen takes the GIL, which is gone for good when the process ends.
 at::Tensor alias_of(const at::Tensor& t);
 std::vector<at::Tensor> aliases_of(at::TensorList tensors);
+// The same with a version counter of its own, for a backend to write: backends write on threads of
+// theirs, by torch's ops even, and what they write does not count as a write of the user's.
+at::Tensor uncounted_alias_of(const at::Tensor& t);
 
 // Contiguous and without conj or neg bits: a backend can write it directly.
 inline bool is_dense(const at::Tensor& t) {

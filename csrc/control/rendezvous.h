@@ -4,7 +4,6 @@
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
-#include <pybind11/pybind11.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
@@ -17,6 +16,7 @@
 #include <utility>
 
 #include "base/group.h"
+#include "base/python_module.h"
 #include "control/global_ranks.h"
 #include "control/store.h"
 

@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "backends/adapter/capabilities.h"
-#include "backends/backend.h"
 
 namespace c10d_ext {
 
@@ -18,10 +17,8 @@ void bind_capabilities(pybind11::module_& m) {
   py::class_<Capabilities>(m, "Capabilities")
       .def_readonly("sums_in_rank_order", &Capabilities::sums_in_rank_order)
       .def_readonly("moves_nothing", &Capabilities::moves_nothing);
-  m.def("capabilities_of", [](const c10::intrusive_ptr<c10d::Backend>& backend) {
-    const auto* own = CollectiveBackend::of(*backend);
-    return own != nullptr ? own->capabilities() : capabilities_of(backend->getBackendName());
-  });
+  m.def("capabilities_of",
+        [](const c10::intrusive_ptr<c10d::Backend>& backend) { return capabilities_of(*backend); });
   m.def(
       "register_backend_capabilities",
       [](const std::string& name, const std::optional<std::vector<std::string>>& methods,

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <pybind11/pybind11.h>
+#include "base/python_module.h"
 
 namespace c10d_ext {
 

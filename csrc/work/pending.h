@@ -1,7 +1,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <pybind11/pybind11.h>
 
 #include <chrono>
 #include <cstdint>
@@ -12,6 +11,7 @@
 #include <vector>
 
 #include "base/group.h"
+#include "base/python_module.h"
 #include "work/work_info.h"
 
 namespace c10d {

@@ -1,8 +1,6 @@
 #include "work/pending_work.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -25,6 +23,12 @@ uint64_t number_of(c10d::Work& work) {
   } catch (const std::exception&) {
     return 0;
   }
+}
+
+// Whether it is Ctrl-C, or what else is no error of the call that it ends.
+bool is_interrupt(const pybind11::error_already_set& error) {
+  pybind11::gil_scoped_acquire gil;
+  return !error.matches(PyExc_Exception);
 }
 
 }  // namespace
@@ -58,7 +62,7 @@ void PendingWork::enlist_message() {
   const at::Tensor tensor = result().at(0);
   WorkTable::get().add(storage_of(tensor), self);
   c10d::register_work(tensor, self);
-  if (cpu_) {
+  if (order_.is_cpu()) {
     // What nobody waits for goes by itself. It may be over by now, and then calls at once.
     getFuture();
     subscribed_ = true;
@@ -73,7 +77,7 @@ bool PendingWork::poll() {
   if (!inner->isCompleted()) {
     return false;
   }
-  if (cpu_) {
+  if (order_.is_cpu()) {
     complete(inner->exception());
   }
   return true;
@@ -104,20 +108,20 @@ void PendingWork::await(std::chrono::milliseconds timeout) {
     } catch (...) {
       error = std::current_exception();
       // A wait that timed out leaves the collective in flight.
-      if (cpu_ && !inner->isCompleted()) {
+      if (order_.is_cpu() && !inner->isCompleted()) {
         std::rethrow_exception(text_.described(error));
       }
     }
     complete(error);
   }
-  follow_completion();
+  order_.follow_completion();
 }
 
 bool PendingWork::is_lost_capture() {
-  if (capture_ == 0 || capture_on(device_) == capture_) {
+  if (!order_.has_lost_capture()) {
     return false;
   }
-  complete(lost_capture());
+  complete(DeviceOrder::lost_capture());
   return true;
 }
 
@@ -137,14 +141,14 @@ c10::intrusive_ptr<c10::ivalue::Future> PendingWork::getFuture() {
       text_.op(),
       [this] {
         std::vector<c10::Device> devices;
-        if (!cpu_) {
-          devices.push_back(device_);
+        if (!order_.is_cpu()) {
+          devices.push_back(order_.device());
         }
         return c10::make_intrusive<c10::ivalue::Future>(
             c10::ListType::create(c10::TensorType::get()), devices);
       },
       [this] { return c10::IValue(result()); });
-  if (is_first && inner != nullptr && !cpu_) {
+  if (is_first && inner != nullptr && !order_.is_cpu()) {
     complete_on_device();
   } else if (is_first && inner != nullptr && is_message_) {
     const auto self = PendingWorkPtr::reclaim_copy(this);
@@ -204,65 +208,23 @@ void PendingWork::report() {
 }
 
 void PendingWork::complete_on_device() {
-  const c10::impl::VirtualGuardImpl device(device_.type());
-  std::optional<c10::StreamGuard> aside;
-  if (capture_on(device_) == 0) {
-    aside.emplace(device.getStreamFromGlobalPool(device_, /*isHighPriority=*/false));
-  }
-  try {
-    wait(kNoTimeout);
-  } catch (...) {
-    // The future has it.
-  }
-}
-
-std::exception_ptr PendingWork::lost_capture() const {
-  return std::make_exception_ptr(c10::Error(
-      {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
-      "a wait outside the CUDA graph capture that it was started in: wait for it there"));
+  order_.on_own_stream([this] {
+    try {
+      wait(kNoTimeout);
+    } catch (...) {
+      // The future has it.
+    }
+  });
 }
 
 void PendingWork::keep_to_capture() {
-  if (cpu_ || is_done()) {
+  if (order_.is_cpu() || is_done()) {
     return;
   }
-  const uint64_t here = capture_on(device_);
-  if (here == capture_) {
-    return;
-  }
-  if (capture_ != 0) {
-    complete(lost_capture());
-    return;
-  }
-  C10_THROW_ERROR(
-      Error, text_.with_cause("a wait in a CUDA graph capture, and it was started before that: "
-                              "wait for it before the capture"));
-}
-
-void PendingWork::follow_completion() {
-  if (cpu_) {
-    return;
-  }
-  DeviceCompletionPtr completion;
-  {
-    std::lock_guard<std::mutex> lock(finish_mutex_);
-    completion = completion_;
-  }
-  if (completion) {
-    completion->follow();
-  }
-}
-
-void PendingWork::note_completion() {
-  std::vector<at::Tensor> outputs;
-  {
-    std::lock_guard<std::mutex> state(mutex_);
-    outputs = outputs_;
-  }
-  completion_ = std::make_shared<const DeviceCompletion>(device_, capture_);
-  for (const auto& output : outputs) {
-    used_here(output);
-    DeviceCompletions::get().add(storage_of(output), completion_);
+  if (order_.has_lost_capture()) {
+    complete(DeviceOrder::lost_capture());
+  } else {
+    order_.check_capture(text_);
   }
 }
 
@@ -278,10 +240,10 @@ void PendingWork::complete(std::exception_ptr error) {
   if (!error) {
     error = run_finish(finish);
   }
-  if (!error && !cpu_) {
+  if (!error && !order_.is_cpu()) {
     try {
       at::AutoDispatchBelowADInplaceOrView below_autograd;
-      note_completion();
+      order_.note_completion(result());
     } catch (...) {
       error = std::current_exception();
     }

@@ -15,7 +15,7 @@
 
 #include "base/group.h"
 #include "base/memory.h"
-#include "work/device_completion.h"
+#include "work/device_order.h"
 #include "work/pending.h"
 #include "work/request_work.h"
 #include "work/snapshot.h"
@@ -46,10 +46,8 @@ class PendingWork final : public RequestWork {
         outputs_(aliases_of(outputs)),
         inner_(std::move(inner)),
         finish_(std::move(finish)),
-        cpu_(outputs.empty() || outputs.front().is_cpu()),
-        device_(cpu_ ? c10::Device(c10::kCPU) : outputs.front().device()),
-        capture_(cpu_ ? 0 : capture_on(outputs.front().device())),
-        subscribe_(cpu_ ? subscribe : nullptr),
+        order_(outputs),
+        subscribe_(order_.is_cpu() ? subscribe : nullptr),
         timed_(is_timed(subscribe_)) {
     if (tells_its_number(subscribe_)) {
       note_sequence_number();
@@ -72,7 +70,6 @@ class PendingWork final : public RequestWork {
       : RequestWork(-1, facts.type, own_),
         text_("work"),
         outputs_(aliases_of(outputs)),
-        cpu_(true),
         subscribe_(nullptr) {
     own_.set_number(facts.number);
     own_.set_milliseconds(facts.milliseconds);
@@ -155,7 +152,7 @@ class PendingWork final : public RequestWork {
     listed_ = false;
   }
   bool is_cpu() const {
-    return cpu_;
+    return order_.is_cpu();
   }
   // Whoever waits or not.
   bool completes_itself() const {
@@ -186,20 +183,12 @@ class PendingWork final : public RequestWork {
     return inner_;
   }
 
-  // For a future of which nobody may wait for the work: what is left to do is queued behind the
-  // collective, on a stream of its own, so that the caller's goes on beside it.
+  // For a future, as nobody may wait for the work: what is left to do is queued behind the
+  // collective.
   void complete_on_device();
 
-  std::exception_ptr lost_capture() const;
-
-  // A stream that is captured can wait for what the same capture holds alone, and a wait anywhere
-  // else would end the capture or, later, the process.
+  // A wait in another CUDA graph capture than that of the collective is refused, or ends the work.
   void keep_to_capture();
-
-  // On a device, whoever waits second waits for what the first has queued.
-  void follow_completion();
-
-  void note_completion();
 
   // Called when the backend's work is over, from whichever thread notices first.
   void complete(std::exception_ptr error);
@@ -218,13 +207,10 @@ class PendingWork final : public RequestWork {
   bool reported_ = false;
   bool handed_out_ = false;
   bool has_future_ = false;
-  // Held while finish_ runs: whoever comes second returns only after it has. Guards completion_.
+  // Held while finish_ runs: whoever comes second returns only after it has.
   std::mutex finish_mutex_;
   Finish finish_;
-  DeviceCompletionPtr completion_;  // of a collective on a device
-  const bool cpu_;
-  const c10::Device device_{c10::kCPU};
-  const uint64_t capture_ = 0;  // the CUDA graph that it is captured into
+  DeviceOrder order_;
   const Subscribe subscribe_;
   bool timed_ = false;
   std::optional<std::chrono::steady_clock::time_point> begun_;  // where it is timed here

@@ -125,45 +125,100 @@ def test_every_collective_is_made_of_what_the_backend_has(
     verify(size, _conforms, plugin, methods)
 
 
-def _everything(x: torch.Tensor) -> dict[str, torch.Tensor]:
-    n = dist.get_world_size()
+# Their calls need another one, or are no collectives.
+NOT_ALONE = {"wait_message", "wait_tensor", "in_order"}
+
+
+def _every_op(x: torch.Tensor, group: str, rank: int, n: int) -> dict[str, list[torch.Tensor]]:
+    """A call of each op in each of its forms, on `x` of two rows."""
+    ops, results = torch.ops.c10d_ext, {}
     wide = torch.cat([x * (r + 1) for r in range(n)])
-    results = {
-        "all_reduce": F.all_reduce(x, "max", None),
-        "all_gather": F.all_gather_tensor(x, 0, None),
-        "reduce_scatter": F.reduce_scatter_tensor(wide, "sum", 0, None),
-        "all_to_all": F.all_to_all_single(wide, None, None, None),
-        "broadcast": F.broadcast(x, n - 1, None),
-        "reduce": F.reduce(x, "avg", 0, None),
-        "gather": F.gather(x, 0, None),
-        "scatter": F.scatter(wide, 0, None),
-        "permute": F.permute_tensor(x, [(r + 1) % n for r in range(n)], None),
-        "barrier": F.barrier(x, None),
+    pair, wides = [x, 2 * x], [wide, wide + 1]
+    rows = [r + 1 for r in range(n)]
+    ragged = torch.cat([x[:1] * (r + 2) for r in range(sum(rows))])
+    sent = [1 + (rank + r) % 2 for r in range(n)]
+    exchanged = torch.cat([x[:1] * (r + 3) for r in range(sum(sent))])
+    around = [(r + 1) % n for r in range(n)]
+    calls = {
+        "all_reduce": lambda: ops.all_reduce(x, "max", group),
+        "all_reduce_": lambda: ops.all_reduce_(x.clone(), "sum", group),
+        "all_reduce_out": lambda: ops.all_reduce_out(x, "sum", group, out=torch.empty_like(x)),
+        "all_reduce_coalesced": lambda: ops.all_reduce_coalesced(pair, "sum", group),
+        "all_reduce_coalesced_": lambda: ops.all_reduce_coalesced_(
+            [t.clone() for t in pair], "min", group
+        ),
+        "reduce": lambda: ops.reduce(x, "sum", 0, group),
+        "reduce_": lambda: ops.reduce_(x.clone(), "avg", n - 1, group),
+        "broadcast": lambda: ops.broadcast(x, n - 1, group),
+        "broadcast_": lambda: ops.broadcast_(x.clone(), 0, group),
+        "broadcast_coalesced": lambda: ops.broadcast_coalesced(pair, 0, group),
+        "broadcast_coalesced_": lambda: ops.broadcast_coalesced_(
+            [t.clone() for t in pair], n - 1, group
+        ),
+        "all_gather_into_tensor": lambda: ops.all_gather_into_tensor(x, n, group),
+        "all_gather_into_tensor_out": lambda: ops.all_gather_into_tensor_out(
+            x, n, group, out=torch.empty_like(wide)
+        ),
+        "all_gather_into_tensor_coalesced": lambda: ops.all_gather_into_tensor_coalesced(
+            pair, n, group
+        ),
+        "all_gather": lambda: ops.all_gather(ragged[: rows[rank]], rows, group),
+        "reduce_scatter_tensor": lambda: ops.reduce_scatter_tensor(wide, "sum", n, group),
+        "reduce_scatter_tensor_out": lambda: ops.reduce_scatter_tensor_out(
+            wide, "max", n, group, out=torch.empty_like(x)
+        ),
+        "reduce_scatter_tensor_coalesced": lambda: ops.reduce_scatter_tensor_coalesced(
+            wides, "sum", n, group
+        ),
+        "reduce_scatter": lambda: ops.reduce_scatter(ragged, "sum", rows, group),
+        "all_to_all_single": lambda: ops.all_to_all_single(exchanged, sent, sent, group),
+        "all_to_all_single_out": lambda: ops.all_to_all_single_out(
+            wide, [2] * n, [2] * n, group, out=torch.empty_like(wide)
+        ),
+        "gather": lambda: ops.gather(x, 0, group),
+        "scatter": lambda: ops.scatter(wide, n - 1, group),
+        "permute_tensor": lambda: ops.permute_tensor(x, around, group),
+        "barrier": lambda: ops.barrier(x, group),
+        "reduce_from_group": lambda: ops.reduce_from_group(x, group),
+        "copy_to_group": lambda: ops.copy_to_group(x, group),
     }
-    for i, y in enumerate(F.all_reduce_coalesced([x, 2 * x], "sum", None)):
-        results[f"all_reduce_coalesced {i}"] = y
-    return {name: y + 0 for name, y in results.items()}
+    for name, call in calls.items():
+        y = call()
+        outs = [F.wait_tensor(t) for t in (y if isinstance(y, list) else [y])]
+        results[name] = outs
+    return results
 
 
-def _compiles(path: str) -> None:
+def _ops_of_ours() -> set[str]:
+    schemas = torch._C._jit_get_all_schemas()
+    names = {s.name.removeprefix("c10d_ext::") for s in schemas if s.name.startswith("c10d_ext::")}
+    return names - NOT_ALONE - {"batch_isend_irecv"}
+
+
+def _compiles(path: str, methods: tuple[str, ...]) -> None:
     rank, n = dist.get_rank(), dist.get_world_size()
     x = torch.arange(6.0).view(2, 3) + 10 * rank
-    with plugged_in(path, CAN):
-        eager = _everything(x)
+    expected = _every_op(x, dist.group.WORLD.group_name, rank, n)
+    assert expected.keys() == _ops_of_ours()
+    with plugged_in(path, methods) as group:
         torch._dynamo.reset()
-        compiled = torch.compile(_everything, backend="inductor", fullgraph=True)(x)
-        for name, y in eager.items():
-            assert torch.equal(compiled[name], y), name
-        expected = torch.arange(6.0).view(2, 3) + 10 * (n - 1)
-        assert torch.equal(eager["all_reduce"], expected)
+        compiled = torch.compile(_every_op, backend="inductor", fullgraph=True)
+        for call in (_every_op, compiled):
+            results = call(x, group.group_name, rank, n)
+            assert results.keys() == expected.keys()
+            for name, ys in results.items():
+                for y, want in zip(ys, expected[name], strict=True):
+                    assert torch.equal(y, want), (name, y, want)
         # Gradients, too.
         y = x.clone().requires_grad_()
         F.all_reduce(y, "sum", None).sum().backward()
         assert torch.equal(y.grad, torch.full_like(x, float(n)))
 
 
-def test_all_ops_work_eager_and_compiled(plugin: str) -> None:
-    run(2, _compiles, plugin)
+@pytest.mark.parametrize("methods", (("allreduce", "all_to_all_single"),), ids="-".join)
+def test_all_ops_work_eager_and_compiled(methods: tuple[str, ...], plugin: str) -> None:
+    """With two methods, every op in every form: the same values as on the default group."""
+    run(2, _compiles, plugin, methods, deadline=200)
 
 
 def _messages(path: str) -> None:

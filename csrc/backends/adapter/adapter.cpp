@@ -29,7 +29,7 @@ Adapter::Adapter(std::string_view op, const Group& group, const at::Tensor& t)
                 t.device());
   }
   own_ = CollectiveBackend::of(*backend_);
-  can_ = own_ != nullptr ? own_->capabilities() : capabilities_of(backend_->getBackendName());
+  can_ = capabilities_of(*backend_);
 }
 
 Adapter::Adapter(std::string_view op, const Group& group, c10::intrusive_ptr<c10d::Backend> backend,
@@ -75,6 +75,9 @@ HeldRequest held(const CollectiveRequest& request) {
   if (request.type == OpType::Barrier) {
     return kept;  // its tensors are not sent
   }
+  for (auto& out : kept.outs) {
+    out = uncounted_alias_of(out);
+  }
   TORCH_INTERNAL_ASSERT(request.sources.size() <= request.outs.size(), request.op,
                         ": held() must be given the request of an op, which has an out for each "
                         "source; those of c10d's methods may have none");
@@ -84,7 +87,9 @@ HeldRequest held(const CollectiveRequest& request) {
   for (size_t i = 0; i < request.sources.size(); ++i) {
     const at::Tensor& source = request.sources[i];
     const at::Tensor& out = request.outs[i];
-    if (source.is_same(out) || source.storage().is_alias_of(out.storage())) {
+    if (source.is_same(out)) {
+      kept.sources.push_back(kept.outs[i]);
+    } else if (source.storage().is_alias_of(out.storage())) {
       kept.sources.push_back(source);
     } else if (source.is_cpu()) {
       kept.sources.push_back(snapshot_of(source));

@@ -1,12 +1,14 @@
 #include "backends/adapter/capabilities.h"
 
 #include <c10/util/StringUtil.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <algorithm>
 #include <array>
 #include <map>
 #include <mutex>
 
+#include "backends/backend.h"
 #include "base/exceptions.h"
 
 namespace c10d_ext {
@@ -15,7 +17,7 @@ namespace {
 
 using Futures = Capabilities::Futures;
 
-// The backends that torch brings, and what moves the data of ours.
+// The backends that torch brings.
 const std::map<std::string, Capabilities>& known() {
   static const auto* rows = [] {
     Capabilities gloo;
@@ -51,33 +53,7 @@ const std::map<std::string, Capabilities>& known() {
     fake.sums_in_rank_order = fake.moves_nothing = true;
     fake.sends_any_tensor = true;
 
-    // What lowering needs of ours that are behind CheckedBackend: gathers and scatters with a root
-    // are exchanges there.
-    Capabilities ours;
-    ours.methods = {Method::AllReduce,
-                    Method::Reduce,
-                    Method::Broadcast,
-                    Method::AllGatherIntoTensor,
-                    Method::AllToAllSingle,
-                    Method::ReduceScatterTensor,
-                    Method::Barrier,
-                    Method::Send,
-                    Method::Recv};
-    ours.futures = Futures::Always;
-    ours.keeps_inputs = true;
-
-    Capabilities libmpi = ours;  // mpi/backend.h
-    libmpi.reduces_avg = libmpi.reduces_avg_to_one = true;
-    libmpi.reduces_low_precision = true;
-
-    Capabilities hierarchical = ours;  // hierarchical/backend.h
-    hierarchical.has_blocking_messages = true;
-
-    return new std::map<std::string, Capabilities>{{"gloo", gloo},
-                                                   {"nccl", nccl},
-                                                   {"fake", fake},
-                                                   {"libmpi", libmpi},
-                                                   {"hierarchical", hierarchical}};
+    return new std::map<std::string, Capabilities>{{"gloo", gloo}, {"nccl", nccl}, {"fake", fake}};
   }();
   return *rows;
 }
@@ -128,7 +104,11 @@ Methods methods_of(const std::vector<std::string>& names) {
   return methods;
 }
 
-Capabilities capabilities_of(const std::string& backend_name) {
+Capabilities capabilities_of(const c10d::Backend& backend) {
+  if (const auto* described = DescribedBackend::of(backend)) {
+    return described->capabilities();
+  }
+  const std::string backend_name = backend.getBackendName();
   {
     auto& registered = Registered::get();
     const std::lock_guard lock(registered.mutex);

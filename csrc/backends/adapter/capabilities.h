@@ -6,11 +6,15 @@
 
 #include "backends/capabilities.h"
 
+namespace c10d {
+class Backend;
+}  // namespace c10d
+
 namespace c10d_ext {
 
-// What a backend of this name can do: as it was registered, else as the table of those that torch
-// brings has it, else the defaults.
-Capabilities capabilities_of(const std::string& backend_name);
+// What the backend can do: as it says itself where it is one of ours; else, by its name, as it was
+// registered, as the table of those that torch brings has it, or the defaults.
+Capabilities capabilities_of(const c10d::Backend& backend);
 
 // For the plug-in that brings the backend. What was registered before under the name is forgotten.
 void register_capabilities(const std::string& backend_name, const Capabilities& capabilities);

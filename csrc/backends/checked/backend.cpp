@@ -72,7 +72,7 @@ CheckedBackend::CheckedBackend(c10::intrusive_ptr<c10d::Backend> inner,
       connect_(std::move(connect)),
       inner_(std::move(inner)),
       inner_can_([&] {
-        Capabilities can = capabilities_of(inner_->getBackendName());
+        Capabilities can = capabilities_of(*inner_);
         // As over shared memory: NaN where one of them is, and parts that may differ in size.
         can.keeps_nan = false;
         can.exchanges_rooted_parts = true;

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <pybind11/pybind11.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -20,6 +19,7 @@
 #include "backends/request.h"
 #include "base/fingerprint.h"
 #include "base/group.h"
+#include "base/python_module.h"
 #include "work/pending.h"
 
 namespace c10d_ext {

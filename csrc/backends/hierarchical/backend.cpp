@@ -13,7 +13,6 @@
 #include "backends/adapter/capabilities.h"
 #include "backends/adapter/lowering.h"
 #include "backends/backend.h"
-#include "base/signal_masked_thread.h"
 #include "control/global_ranks.h"
 #include "control/host.h"
 
@@ -38,8 +37,7 @@ void HierarchicalBackend::Step::wait() {
 
 HierarchicalBackend::Part::Part(BackendPtr of) : backend(std::move(of)) {
   if (backend) {
-    auto* own = CollectiveBackend::of(*backend);
-    can = own != nullptr ? own->capabilities() : capabilities_of(backend->getBackendName());
+    can = capabilities_of(*backend);
   }
 }
 
@@ -52,7 +50,7 @@ HierarchicalBackend::Step HierarchicalBackend::start(const Part& part,
 }
 
 void HierarchicalBackend::schedule(const InnerWork& work, std::function<void()> steps) {
-  schedules_->submit([work, steps = std::move(steps)] {
+  schedules_->submit([work, steps = std::move(steps), ends = ends_] {
     std::exception_ptr error;
     try {
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -61,7 +59,7 @@ void HierarchicalBackend::schedule(const InnerWork& work, std::function<void()> 
       error = std::current_exception();
     }
     // A callback may wait for a schedule behind this one.
-    signal_masked_thread("c10d_ext_hend", [work, error] { work->end(error); }).detach();
+    ends->run([work, error] { work->end(error); });
   });
 }
 
@@ -93,6 +91,14 @@ HierarchicalBackend::HierarchicalBackend(int rank, int size, const std::string& 
 
 HierarchicalBackend::~HierarchicalBackend() {
   schedules_->stop();
+}
+
+const Capabilities& HierarchicalBackend::capabilities() const {
+  static const Capabilities can = [inherited = InnerBackend::capabilities()]() mutable {
+    inherited.has_blocking_messages = true;
+    return inherited;
+  }();
+  return can;
 }
 
 void HierarchicalBackend::setTimeout(std::chrono::milliseconds timeout) {

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <pybind11/pybind11.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <chrono>
@@ -13,8 +12,10 @@
 #include "backends/capabilities.h"
 #include "backends/process_group/inner_backend.h"
 #include "backends/request.h"
+#include "base/python_module.h"
 #include "base/reduction.h"
 #include "base/task_queue.h"
+#include "base/thread_pool.h"
 
 namespace c10d_ext {
 
@@ -39,7 +40,7 @@ class HierarchicalBackend final : public InnerBackend {
                       BackendPtr flat, std::string title);
   ~HierarchicalBackend() override;
 
-  // The row of the table of capabilities.
+  const Capabilities& capabilities() const override;
   const std::string getBackendName() const override {
     return "hierarchical";
   }
@@ -117,6 +118,8 @@ class HierarchicalBackend final : public InnerBackend {
   bool is_even_ = true;  // all hosts have as many ranks
   const Part local_, rail_, flat_;
   const std::shared_ptr<TaskQueue> schedules_;
+  // On which works end, and with them callbacks of users run.
+  const std::shared_ptr<ThreadPool> ends_ = ThreadPool::make("c10d_ext_hend");
 };
 
 void bind_hierarchical(pybind11::module_& m);

@@ -49,6 +49,15 @@ class MpiBackend::MpiWork final : public SignalledWork {
   const uint64_t owner_;
 };
 
+const Capabilities& MpiBackend::capabilities() const {
+  static const Capabilities can = [inherited = InnerBackend::capabilities()]() mutable {
+    inherited.reduces_avg = inherited.reduces_avg_to_one = true;
+    inherited.reduces_low_precision = true;
+    return inherited;
+  }();
+  return can;
+}
+
 std::exception_ptr MpiBackend::error_of(std::string text) {
   return std::make_exception_ptr(c10::DistBackendError(
       {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, std::move(text)));

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <pybind11/pybind11.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -17,6 +16,7 @@
 #include "backends/mpi/engine.h"
 #include "backends/process_group/inner_backend.h"
 #include "backends/request.h"
+#include "base/python_module.h"
 #include "base/types.h"
 #include "control/global_ranks.h"
 
@@ -39,10 +39,10 @@ class MpiBackend final : public InnerBackend {
              mpi::Comm messages, int tag_limit, int largest);
   ~MpiBackend() override;
 
-  // What users call it; the table of capabilities knows what moves its data by another name.
+  // What users call it; getBackendName() tells what moves its data.
   static constexpr char kPublicName[] = "mpi";
 
-  // The row of the table of capabilities.
+  const Capabilities& capabilities() const override;
   const std::string getBackendName() const override {
     return "libmpi";
   }

@@ -30,8 +30,12 @@ constexpr int64_t kSmall = int64_t{32} << 10;
 // Elements that are reduced before the next ones, while they are in the cache.
 constexpr int64_t kBlock = int64_t{1} << 14;
 
-int64_t sum_of(const Sizes& sizes) {
-  return std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+// Bytes of so many elements of `t`.
+Sizes bytes_of(Sizes elements, const at::Tensor& t) {
+  for (auto& size : elements) {
+    size *= static_cast<int64_t>(t.element_size());
+  }
+  return elements;
 }
 
 std::byte* data_of(const at::Tensor& t) {
@@ -111,7 +115,7 @@ void MpiBackend::share(const InnerWork& work, const at::Tensor& all, const Sizes
                        Over over) {
   const auto ranks = static_cast<size_t>(size_);
   const Sizes offsets = Exchange::offsets_of(sizes);
-  if (sum_of(sizes) <= largest_) {
+  if (c10::sum_integers(sizes) <= largest_) {
     call(
         work,
         [all, bytes = std::vector<int>(sizes.begin(), sizes.end()),
@@ -139,14 +143,10 @@ Sizes MpiBackend::shares_of(int64_t count) const {
 
 void MpiBackend::reduce_parts(const InnerWork& work, const at::Tensor& source, const Sizes& sizes,
                               const at::Tensor& out, ReduceOp op, Over over) {
-  const auto width = static_cast<int64_t>(source.element_size());
   const int64_t mine = sizes[static_cast<size_t>(rank_)];
   const at::Tensor rows = at::empty({size_, mine}, source.options());
-  Sizes sent = sizes;
-  for (auto& bytes : sent) {
-    bytes *= width;
-  }
-  const Sizes received(static_cast<size_t>(size_), mine * width);
+  const Sizes sent = bytes_of(sizes, source);
+  const Sizes received(static_cast<size_t>(size_), sent[static_cast<size_t>(rank_)]);
   exchange(
       work,
       {source, rows, sent, Exchange::offsets_of(sent), received, Exchange::offsets_of(received)},
@@ -196,7 +196,7 @@ MpiBackend::WorkPtr MpiBackend::all_reduce_sparse(const at::Tensor& tensor,
           sizes.push_back(counts.const_data_ptr<int64_t>()[rank] * (of_indices + of_values));
         }
         const Sizes offsets = Exchange::offsets_of(sizes);
-        const at::Tensor all = at::empty({sum_of(sizes)}, at::kByte);
+        const at::Tensor all = at::empty({c10::sum_integers(sizes)}, at::kByte);
         std::byte* mine = data_of(all) + offsets[static_cast<size_t>(self->rank_)];
         std::memcpy(mine, indices.const_data_ptr(), indices.nbytes());
         std::memcpy(mine + indices.nbytes(), values.const_data_ptr(), values.nbytes());
@@ -247,11 +247,7 @@ void MpiBackend::start_all_reduce(const InnerWork& work, const at::Tensor& tenso
   // Others have this rank's values of their shares by then; its own share is nobody else's.
   reduce_parts(work, t, shares, t.narrow(0, offsets[own], shares[own]), op,
                [self, work, t, shares] {
-                 Sizes parts = shares;
-                 for (auto& part : parts) {
-                   part *= static_cast<int64_t>(t.element_size());
-                 }
-                 self->share(work, t, parts, [work] { work->end({}); });
+                 self->share(work, t, bytes_of(shares, t), [work] { work->end({}); });
                });
 }
 
@@ -320,11 +316,8 @@ void MpiBackend::start_reduce_scatter(const InnerWork& work, const at::Tensor& s
 
 void MpiBackend::start_all_to_all(const InnerWork& work, const at::Tensor& source,
                                   const at::Tensor& out, Sizes sent, Sizes received) {
-  for (auto* sizes : {&sent, &received}) {
-    for (auto& size : *sizes) {
-      size *= static_cast<int64_t>(source.element_size());
-    }
-  }
+  sent = bytes_of(std::move(sent), source);
+  received = bytes_of(std::move(received), source);
   const Sizes from = Exchange::offsets_of(sent), to = Exchange::offsets_of(received);
   exchange(work, {source, out, std::move(sent), from, std::move(received), to},
            [work] { work->end({}); });

@@ -6,13 +6,14 @@
 #include <algorithm>
 #include <condition_variable>
 #include <deque>
+#include <memory>
 #include <mutex>
 #include <set>
-#include <system_error>
 #include <thread>
 #include <utility>
 
 #include "base/signal_masked_thread.h"
+#include "base/thread_pool.h"
 #include "base/timeouts.h"
 
 namespace c10d_ext::mpi {
@@ -25,55 +26,10 @@ using std::chrono::microseconds;
 
 constexpr Milliseconds kLook{20};
 
-// Threads that run what may block: as many as there is to do at a time, kept for a while.
-class Completions {
- public:
-  void run(std::function<void()> task) {
-    std::unique_lock lock(mutex_);
-    tasks_.push_back(std::move(task));
-    if (idle_ >= tasks_.size()) {
-      lock.unlock();
-      added_.notify_one();
-      return;
-    }
-    lock.unlock();
-    try {
-      signal_masked_thread("c10d_ext_mpiend", [this] { serve(); }).detach();
-    } catch (const std::system_error&) {
-      serve();  // no thread to be had
-    }
-  }
-
- private:
-  void serve() {
-    constexpr std::chrono::seconds kKept{5};
-    std::unique_lock lock(mutex_);
-    for (;;) {
-      ++idle_;
-      const bool any = added_.wait_for(lock, kKept, [this] { return !tasks_.empty(); });
-      --idle_;
-      if (!any) {
-        return;
-      }
-      auto task = std::move(tasks_.front());
-      tasks_.pop_front();
-      lock.unlock();
-      task();
-      task = nullptr;
-      lock.lock();
-    }
-  }
-
-  std::mutex mutex_;
-  std::condition_variable added_;
-  std::deque<std::function<void()>> tasks_;
-  size_t idle_ = 0;
-};
-
 // Never destroyed: its threads may outlive everything else.
-Completions& completions() {
-  static auto* instance = new Completions;
-  return *instance;
+ThreadPool& completions() {
+  static auto* instance = new std::shared_ptr(ThreadPool::make("c10d_ext_mpiend"));
+  return **instance;
 }
 
 // How often the engine asks: without a pause while there is news, then less and less.

@@ -9,6 +9,8 @@
 #include <cstddef>
 #include <numeric>
 
+#include "backends/request.h"
+
 namespace c10d_ext {
 
 using std::string_view;
@@ -192,16 +194,10 @@ std::vector<int64_t> ArgumentChecks::elements_of(string_view op, string_view nam
           std::accumulate(rows.begin(), rows.end(), int64_t{0}) == t.size(0),
       op, place_, name, "'s split sizes must be one for each of the ", place_.size(),
       " ranks and sum to its first dimension, got ", rows, " for shape ", t.sizes());
-  const int64_t width = t.size(0) == 0 ? 0 : t.numel() / t.size(0);
-  std::vector<int64_t> elements = rows;
-  for (auto& count : elements) {
-    count *= width;
-  }
-  return elements;
+  return c10d_ext::elements_of(rows, t);
 }
 
-Reduction ArgumentChecks::reduction_of(string_view op, const c10d::ReduceOp& reduce_op,
-                                       c10::ScalarType dtype) const {
+ReduceOp reduce_op_of(const c10d::ReduceOp& op) {
   static_assert(static_cast<int>(ReduceOp::Sum) == c10d::ReduceOp::SUM &&
                 static_cast<int>(ReduceOp::Avg) == c10d::ReduceOp::AVG &&
                 static_cast<int>(ReduceOp::Product) == c10d::ReduceOp::PRODUCT &&
@@ -211,10 +207,15 @@ Reduction ArgumentChecks::reduction_of(string_view op, const c10d::ReduceOp& red
                 static_cast<int>(ReduceOp::Bor) == c10d::ReduceOp::BOR &&
                 static_cast<int>(ReduceOp::Bxor) == c10d::ReduceOp::BXOR &&
                 static_cast<int>(ReduceOp::PremulSum) == c10d::ReduceOp::PREMUL_SUM);
+  return static_cast<ReduceOp>(op.op_);
+}
+
+Reduction ArgumentChecks::reduction_of(string_view op, const c10d::ReduceOp& reduce_op,
+                                       c10::ScalarType dtype) const {
   C10D_EXT_CHECK_VALUE(reduce_op.op_ < c10d::ReduceOp::UNUSED, op, place_,
                        "the reduce op must be one of torch.distributed.ReduceOp, got number ",
                        static_cast<int>(reduce_op.op_));
-  Reduction reduction{static_cast<ReduceOp>(reduce_op.op_), std::nullopt};
+  Reduction reduction{reduce_op_of(reduce_op), std::nullopt};
   if (reduction.op == ReduceOp::PremulSum) {
     C10D_EXT_CHECK_VALUE(reduce_op.supplement_, op, place_, "PREMUL_SUM needs a factor, got none");
     // Its only kind, by the layout that torch gives it.

@@ -63,4 +63,7 @@ class ArgumentChecks {
   const std::string& backend_;
 };
 
+// Where torch's op is one of ours.
+ReduceOp reduce_op_of(const c10d::ReduceOp& op);
+
 }  // namespace c10d_ext

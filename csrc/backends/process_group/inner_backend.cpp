@@ -4,6 +4,8 @@
 
 #include <utility>
 
+#include "backends/process_group/argument_checks.h"
+
 namespace c10d_ext {
 
 using WorkPtr = InnerBackend::WorkPtr;
@@ -12,30 +14,35 @@ using Sizes = std::vector<int64_t>;
 
 namespace {
 
-// Its numbers are torch's: process_group/argument_checks.cpp asserts it.
-ReduceOp op_of(const c10d::ReduceOp& op) {
-  return static_cast<ReduceOp>(op.op_);
-}
-
 // Elements of `t` for each of `ranks`, of as many rows; of equal parts where `rows` is empty.
-Sizes elements_of(const at::Tensor& t, Sizes rows, int ranks) {
-  if (rows.empty()) {
-    return Sizes(static_cast<size_t>(ranks), t.numel() / ranks);
-  }
-  int64_t all = 0;
-  for (const int64_t row : rows) {
-    all += row;
-  }
-  for (auto& row : rows) {
-    row *= all == 0 ? 0 : t.numel() / all;
-  }
-  return rows;
+Sizes elements_of(const at::Tensor& t, const Sizes& rows, int ranks) {
+  return rows.empty() ? Sizes(static_cast<size_t>(ranks), t.numel() / ranks)
+                      : c10d_ext::elements_of(rows, t);
 }
 
 }  // namespace
 
 InnerBackend::InnerBackend(int rank, int size, const std::string& group_name, std::string title)
     : c10d::Backend(rank, size), group_({}, group_name, rank, size), title_(std::move(title)) {}
+
+const Capabilities& InnerBackend::capabilities() const {
+  static const Capabilities can = [] {
+    Capabilities methods_above;
+    methods_above.methods = {Method::AllReduce,
+                             Method::Reduce,
+                             Method::Broadcast,
+                             Method::AllGatherIntoTensor,
+                             Method::AllToAllSingle,
+                             Method::ReduceScatterTensor,
+                             Method::Barrier,
+                             Method::Send,
+                             Method::Recv};
+    methods_above.futures = Capabilities::Futures::Always;
+    methods_above.keeps_inputs = true;
+    return methods_above;
+  }();
+  return can;
+}
 
 InnerBackend::InnerWork InnerBackend::begin_work(c10d::OpType type, OpType op,
                                                  const at::Tensor& input) const {
@@ -62,13 +69,13 @@ WorkPtr InnerBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& 
     return all_reduce_sparse(tensors[0], opts.timeout);
   }
   const auto work = begin_work(c10d::OpType::ALLREDUCE, OpType::AllReduce, tensors[0]);
-  start_all_reduce(work, tensors[0], op_of(opts.reduceOp));
+  start_all_reduce(work, tensors[0], reduce_op_of(opts.reduceOp));
   return work;
 }
 
 WorkPtr InnerBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
   const auto work = begin_work(c10d::OpType::REDUCE, OpType::Reduce, tensors[0]);
-  start_reduce(work, tensors[0], op_of(opts.reduceOp), static_cast<int>(opts.rootRank));
+  start_reduce(work, tensors[0], reduce_op_of(opts.reduceOp), static_cast<int>(opts.rootRank));
   return work;
 }
 
@@ -82,7 +89,7 @@ WorkPtr InnerBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
 WorkPtr InnerBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                            const c10d::ReduceScatterOptions& opts) {
   const auto work = begin_work(c10d::OpType::_REDUCE_SCATTER_BASE, OpType::ReduceScatter, input);
-  start_reduce_scatter(work, input, output, op_of(opts.reduceOp));
+  start_reduce_scatter(work, input, output, reduce_op_of(opts.reduceOp));
   return work;
 }
 

@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "backends/backend.h"
 #include "backends/request.h"
 #include "base/group.h"
 #include "base/profiler_span.h"
@@ -27,7 +28,7 @@ namespace c10d_ext {
 //
 // Arguments are checked by who decorates it: dense CPU tensors of any shape, the same on all ranks
 // where they must be.
-class InnerBackend : public c10d::Backend {
+class InnerBackend : public c10d::Backend, public DescribedBackend {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   using Tensors = std::vector<at::Tensor>;
@@ -46,6 +47,9 @@ class InnerBackend : public c10d::Backend {
   WorkPtr send(Tensors& tensors, int dst, int tag) final;
   WorkPtr recv(Tensors& tensors, int src, int tag) final;
   WorkPtr barrier(const c10d::BarrierOptions& opts) final;
+
+  // Those of the methods above, which end with a future.
+  const Capabilities& capabilities() const override;
 
   // What profilers and reports call it.
   const std::string& title() const {

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <pybind11/pybind11.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -16,6 +15,7 @@
 #include "backends/shm/engine.h"
 #include "base/dtype.h"
 #include "base/group.h"
+#include "base/python_module.h"
 #include "base/reduction.h"
 #include "base/types.h"
 #include "work/work_info.h"

@@ -114,10 +114,13 @@ class Collective {
   uint64_t members_sizes() const;
   Failure mismatch(Difference found) const;
   std::optional<Failure> compare_headers(bool strict);
-  std::optional<Failure> compare_call_sites(const std::vector<CollectiveHeader>& headers) const;
 
   // Text, cut at its beginning and filled with zeros.
   using CallSite = std::array<char, Layout::kCallSiteBytes>;
+  // What is wrong with headers, or lines, that are not the same.
+  Difference difference_of(const std::vector<CollectiveHeader>& all,
+                           const std::vector<CallSite>& sites, bool with_shapes,
+                           bool with_sites) const;
   CallSite call_site() const {
     CallSite site{};
     const std::string& text = request_.call_site;

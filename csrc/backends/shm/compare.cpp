@@ -11,12 +11,12 @@ namespace c10d_ext::shm {
 
 namespace {
 
-// `shapes`: as far as they are compared.
-std::string describe(const CollectiveHeader& d, uint64_t shapes) {
+// What the rank that wrote `d` has called. `with_shapes`: they are compared.
+Fingerprint fingerprint_of(const CollectiveHeader& d, bool with_shapes) {
   Fingerprint said;
   said.op_type = static_cast<OpType>(d.type);
   if (said.op_type == OpType::Barrier) {
-    return text_of(said);
+    return said;
   }
   const DType dtype = static_cast<DType>(d.dtype);
   const bool sparse = said.op_type == OpType::SparseAllReduce;
@@ -28,24 +28,29 @@ std::string describe(const CollectiveHeader& d, uint64_t shapes) {
   if (sparse) {
     said.details = " of shape " + text_of_shapes(d.members_sizes) + " with " +
                    std::to_string(d.members) + " sparse dimensions";
-  } else if (d.members > 1) {
-    said.details =
-        " in " + std::to_string(d.members) + " tensors of sizes " + text_of_shapes(d.members_sizes);
+  } else {
+    said.tensors = std::max<int64_t>(d.members, 1);
+    said.details = text_of_members(d.members, text_of_shapes(d.members_sizes));
   }
   said.reduce_op = static_cast<ReduceOp>(d.reduce_op);
   said.root = d.root;
-  said.shapes = shapes;
-  return text_of(said);
+  said.shapes = with_shapes ? d.shapes : 0;
+  return said;
 }
 
 // How a rank chooses algorithms, as it has said in the shared memory.
-std::string describe_overrides(const Control& control) {
+std::string describe_overrides(const Control& control, const CollectiveHeader& d) {
   // A copy of a bounded length, whatever a peer has written.
   std::array<char, Control::kMaxOverrides> text;
   std::memcpy(text.data(), control.overrides, text.size());
   text.back() = '\0';
-  return *text.data() == '\0' ? " with the default algorithms"
-                              : " with algorithms '" + std::string(text.data()) + "'";
+  const std::string overrides(text.data());
+  if (overrides.empty()) {
+    return " with the default algorithms";
+  }
+  const bool is_cut = overrides.size() == text.size() - 1;
+  return " with algorithms '" + overrides + "'" +
+         (is_cut ? " (digest " + std::to_string(d.algorithms) + ")" : "");
 }
 
 }  // namespace
@@ -83,35 +88,26 @@ std::optional<Failure> Collective::compare(bool strict) {
 std::optional<Failure> Collective::compare_headers(bool strict) {
   // Copies: a peer that writes its header later cannot change the outcome.
   std::vector<CollectiveHeader> all(static_cast<size_t>(n_));
+  std::vector<CallSite> sites(request_.call_site.empty() ? 0 : all.size());
   for (int p = 0; p < n_; ++p) {
-    std::memcpy(&all[static_cast<size_t>(p)], &memory_.header(p, seq_), sizeof(CollectiveHeader));
-    all_even_ &= all[static_cast<size_t>(p)].even == 1;
-  }
-  const auto agree = [&](const CollectiveHeader& a, const CollectiveHeader& b) {
-    return a.seq == b.seq && a.type == b.type && a.dtype == b.dtype && a.reduce_op == b.reduce_op &&
-           a.root == b.root && (!all_even_ || a.bytes == b.bytes) && a.members == b.members &&
-           a.members_sizes == b.members_sizes && a.algorithms == b.algorithms &&
-           (!strict || !all_even_ || shapes_agree(a.shapes, b.shapes));
-  };
-  const bool same_algorithms = std::all_of(all.begin(), all.end(), [&](const CollectiveHeader& d) {
-    return d.algorithms == all[0].algorithms;
-  });
-  const auto said = [&](size_t rank) {
-    return describe(all[rank], strict ? all[rank].shapes : 0) +
-           (same_algorithms ? "" : describe_overrides(memory_.control(static_cast<int>(rank))));
-  };
-  if (auto found = difference_of_calls(
-          all.size(), seq_, [&](size_t a, size_t b) { return agree(all[a], all[b]); }, said)) {
-    end_where_tensors_differ(*found, all.size(), [&](size_t p) {
-      const bool sparse = static_cast<OpType>(all[p].type) == OpType::SparseAllReduce;
-      return sparse ? int64_t{1} : std::max<int64_t>(all[p].members, 1);
-    });
-    return mismatch(std::move(*found));
-  }
-  if (!request_.call_site.empty()) {
-    if (auto failure = compare_call_sites(all)) {
-      return failure;
+    const auto rank = static_cast<size_t>(p);
+    std::memcpy(&all[rank], &memory_.header(p, seq_), sizeof(CollectiveHeader));
+    all_even_ &= all[rank].even == 1;
+    if (!sites.empty()) {
+      std::memcpy(sites[rank].data(), memory_.call_site(p, seq_), sites[rank].size());
     }
+  }
+  const auto is_as_first = [&](const CollectiveHeader& d) {
+    const CollectiveHeader& a = all[0];
+    return a.seq == d.seq && a.type == d.type && a.dtype == d.dtype && a.reduce_op == d.reduce_op &&
+           a.root == d.root && (!all_even_ || a.bytes == d.bytes) && a.members == d.members &&
+           a.members_sizes == d.members_sizes && a.algorithms == d.algorithms &&
+           (!strict || !all_even_ || shapes_agree(a.shapes, d.shapes));
+  };
+  const bool are_same = std::all_of(all.begin(), all.end(), is_as_first);
+  if (!are_same || std::any_of(sites.begin(), sites.end(),
+                               [&](const CallSite& site) { return site != sites[0]; })) {
+    return mismatch(difference_of(all, sites, strict && !are_same, are_same));
   }
   if (request_.reduce_op == ReduceOp::PremulSum) {
     for (const CollectiveHeader& d : all) {
@@ -121,21 +117,32 @@ std::optional<Failure> Collective::compare_headers(bool strict) {
   return std::nullopt;
 }
 
-std::optional<Failure> Collective::compare_call_sites(
-    const std::vector<CollectiveHeader>& headers) const {
-  std::vector<CallSite> sites(static_cast<size_t>(n_));
-  for (int p = 0; p < n_; ++p) {
-    CallSite& site = sites[static_cast<size_t>(p)];
-    std::memcpy(site.data(), memory_.call_site(p, seq_), site.size());
+Difference Collective::difference_of(const std::vector<CollectiveHeader>& all,
+                                     const std::vector<CallSite>& sites, bool with_shapes,
+                                     bool with_sites) const {
+  const auto differs = [&](auto field) {
+    return std::any_of(all.begin(), all.end(),
+                       [&](const CollectiveHeader& d) { return d.*field != all[0].*field; });
+  };
+  const bool other_algorithms = differs(&CollectiveHeader::algorithms);
+  const bool other_seq = differs(&CollectiveHeader::seq);
+  std::vector<Fingerprint> calls;
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    Fingerprint call = fingerprint_of(all[rank], with_shapes);
+    if (other_algorithms) {
+      call.manner = describe_overrides(memory_.control(static_cast<int>(rank)), all[rank]);
+    }
+    if (other_seq) {
+      call.manner += " as collective " + std::to_string(all[rank].seq);
+    }
+    if (with_sites && !sites.empty()) {
+      const CallSite& site = sites[rank];
+      call.call_site.assign(site.begin(), std::find(site.begin(), site.end(), '\0'));
+    }
+    calls.push_back(std::move(call));
   }
-  auto found = difference_of_calls(
-      sites.size(), seq_, [&](size_t a, size_t b) { return sites[a] == sites[b]; },
-      [&](size_t rank) {
-        const CallSite& site = sites[rank];
-        const auto end = std::find(site.begin(), site.end(), '\0');
-        return describe(headers[rank], 0) + " at " + std::string(site.begin(), end);
-      });
-  return found ? std::optional(mismatch(std::move(*found))) : std::nullopt;
+  auto found = difference(calls, seq_);
+  return found ? std::move(*found) : Difference{"the ranks' headers must agree, got others", {}};
 }
 
 // Between every two ranks, what one sends must be what the other expects. Every rank checks all
