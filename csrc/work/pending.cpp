@@ -10,11 +10,8 @@
 #endif
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <exception>
-#include <memory>
-#include <mutex>
 #include <optional>
 #include <thread>
 
