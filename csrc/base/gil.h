@@ -10,7 +10,7 @@
 namespace c10d_ext {
 
 // Runs `f` without the GIL. For whatever blocks: the threads that it waits for may need it, and
-// not every caller has let go of it (AOTInductor's runner has not).
+// not every caller has released it (AOTInductor's runner has not).
 template <class F>
 void without_gil(F&& f) {
   if (Py_IsInitialized() && PyGILState_Check()) {
