@@ -87,6 +87,27 @@ def names_of(files: list[str], pattern: str) -> list[str]:
     return sorted(m[1] for f in files if (m := re.fullmatch(pattern, f)))
 
 
+def tree_in_contributing() -> tuple[set[str], str]:
+    """The folders that CONTRIBUTING.md's tree names, as paths, and its text."""
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    (tree,) = re.findall(r"^## Where things are\n+```\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    folders, parents = set(), [""]
+    for indent, name in re.findall(r"^((?:  ){0,3})([\w.]+)/ ", tree, re.MULTILINE):
+        parents[len(indent) // 2 + 1 :] = [f"{parents[len(indent) // 2]}{name}/"]
+        folders.add(parents[-1])
+    return folders, tree
+
+
+def test_the_tree_in_contributing_is_whole() -> None:
+    named, tree = tree_in_contributing()
+    files = [path.relative_to(ROOT) for path in repository_files()]
+    real = {f"{parent}/" for path in files for parent in path.parents if parent != Path()}
+    assert named == real
+    modules = [path.name for path in files if path.match("torch_c10d_ext/*.py")]
+    words = {"__init__.py", *re.findall(r"[\w.]+\.py\b", tree)}
+    none([name for name in modules if name not in words])
+
+
 def test_a_collective_is_three_files_of_one_stem() -> None:
     files = [str(p.relative_to(ROOT)) for p in repository_files()]
     assert len(STEMS) > 1
