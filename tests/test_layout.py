@@ -39,6 +39,8 @@ LAYERS = (
     "ops",
     "python",
 )
+# The same of the folders inside backends/, after the files beside them, which include none.
+BACKENDS = ("process_group", "adapter", "checked", "hierarchical", "mpi", "shm")
 # These know nothing of torch.distributed: neither its headers nor its types.
 WITHOUT_DISTRIBUTED = ("base",)
 INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
@@ -146,6 +148,33 @@ def test_csrc_is_layers_and_includes_run_downward() -> None:
                     found.append(f"{path.relative_to(CSRC)} is {folder} and includes {name}")
     assert seen > 100
     none(found)
+
+
+def test_folders_of_backends_include_downward() -> None:
+    backends = CSRC / "backends"
+    assert sorted(path.name for path in backends.iterdir() if path.is_dir()) == sorted(BACKENDS)
+
+    def level(path: Path) -> int:
+        inside = path.relative_to(backends).parts
+        return BACKENDS.index(inside[0]) if len(inside) > 1 else -1
+
+    found, seen = [], 0
+    for path in sources_of("backends"):
+        for name in INCLUDE.findall(path.read_text()):
+            if name.startswith("backends/"):
+                seen += 1
+                if level(CSRC / name) > level(path):
+                    found.append(f"{path.relative_to(CSRC)} includes {name}")
+    assert seen > 100
+    none(found)
+
+
+def test_the_tree_in_contributing_has_the_layers_in_order() -> None:
+    _, tree = tree_in_contributing()
+    csrc = tree.split("torch_c10d_ext/")[0]
+    assert tuple(re.findall(r"^  (\w+)/ ", csrc, re.MULTILINE)) == LAYERS
+    inside = tree.split("  backends/")[1].split("\n  collectives/")[0]
+    assert tuple(re.findall(r"^    (\w+)/ ", inside, re.MULTILINE)) == BACKENDS
 
 
 def test_base_knows_nothing_of_torch_distributed() -> None:
