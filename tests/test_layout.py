@@ -39,6 +39,8 @@ LAYERS = (
     "ops",
     "python",
 )
+# The same of the folders inside backends/, after the files beside them, which include none.
+BACKENDS = ("process_group", "adapter", "checked", "hierarchical", "mpi", "shm")
 # These know nothing of torch.distributed: neither its headers nor its types.
 WITHOUT_DISTRIBUTED = ("base",)
 INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
@@ -87,6 +89,27 @@ def names_of(files: list[str], pattern: str) -> list[str]:
     return sorted(m[1] for f in files if (m := re.fullmatch(pattern, f)))
 
 
+def tree_in_contributing() -> tuple[set[str], str]:
+    """The folders that CONTRIBUTING.md's tree names, as paths, and its text."""
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    (tree,) = re.findall(r"^## Where things are\n+```\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    folders, parents = set(), [""]
+    for indent, name in re.findall(r"^((?:  ){0,3})([\w.]+)/ ", tree, re.MULTILINE):
+        parents[len(indent) // 2 + 1 :] = [f"{parents[len(indent) // 2]}{name}/"]
+        folders.add(parents[-1])
+    return folders, tree
+
+
+def test_the_tree_in_contributing_is_whole() -> None:
+    named, tree = tree_in_contributing()
+    files = [path.relative_to(ROOT) for path in repository_files()]
+    real = {f"{parent}/" for path in files for parent in path.parents if parent != Path()}
+    assert named == real
+    modules = [path.name for path in files if path.match("torch_c10d_ext/*.py")]
+    words = {"__init__.py", *re.findall(r"[\w.]+\.py\b", tree)}
+    none([name for name in modules if name not in words])
+
+
 def test_a_collective_is_three_files_of_one_stem() -> None:
     files = [str(p.relative_to(ROOT)) for p in repository_files()]
     assert len(STEMS) > 1
@@ -125,6 +148,33 @@ def test_csrc_is_layers_and_includes_run_downward() -> None:
                     found.append(f"{path.relative_to(CSRC)} is {folder} and includes {name}")
     assert seen > 100
     none(found)
+
+
+def test_folders_of_backends_include_downward() -> None:
+    backends = CSRC / "backends"
+    assert sorted(path.name for path in backends.iterdir() if path.is_dir()) == sorted(BACKENDS)
+
+    def level(path: Path) -> int:
+        inside = path.relative_to(backends).parts
+        return BACKENDS.index(inside[0]) if len(inside) > 1 else -1
+
+    found, seen = [], 0
+    for path in sources_of("backends"):
+        for name in INCLUDE.findall(path.read_text()):
+            if name.startswith("backends/"):
+                seen += 1
+                if level(CSRC / name) > level(path):
+                    found.append(f"{path.relative_to(CSRC)} includes {name}")
+    assert seen > 100
+    none(found)
+
+
+def test_the_tree_in_contributing_has_the_layers_in_order() -> None:
+    _, tree = tree_in_contributing()
+    csrc = tree.split("torch_c10d_ext/")[0]
+    assert tuple(re.findall(r"^  (\w+)/ ", csrc, re.MULTILINE)) == LAYERS
+    inside = tree.split("  backends/")[1].split("\n  collectives/")[0]
+    assert tuple(re.findall(r"^    (\w+)/ ", inside, re.MULTILINE)) == BACKENDS
 
 
 def test_base_knows_nothing_of_torch_distributed() -> None:
@@ -315,6 +365,24 @@ def test_files_hold_nothing_of_the_machine_they_were_written_on() -> None:
     none(found)
 
 
+def prose_of(markdown: str) -> Iterator[tuple[int, str]]:
+    """The numbered lines that can be wrapped: no code, tables, generated blocks or lone links."""
+    fenced = generated = False
+    for number, line in enumerate(markdown.splitlines(), 1):
+        text = line.strip()
+        if text.startswith("<!--"):
+            generated = "<!-- end" not in text
+        elif text.startswith("```"):
+            fenced = not fenced
+        elif not (fenced or generated or text.startswith("|") or re.fullmatch(r"\S*\]\(.*", text)):
+            yield number, line
+
+
+def test_prose_leaves_out_what_cannot_be_wrapped() -> None:
+    page = "a\n```\nb\n```\n| c |\n<!-- x -->\nd\n<!-- end of x -->\n[e](f)\ng"
+    assert list(prose_of(page)) == [(1, "a"), (10, "g")]
+
+
 def test_files_are_small_clean_text() -> None:
     wide = {".py", ".cpp", ".h", ".sh", ".toml", ".yaml"}
     found = []
@@ -325,11 +393,14 @@ def test_files_are_small_clean_text() -> None:
             found.append(f"{name}: {len(text)} characters")
         if text and not text.endswith("\n"):
             found.append(f"{name}: no newline at the end")
-        for number, line in enumerate(text.splitlines(), 1):
+        lines = list(enumerate(text.splitlines(), 1))
+        prose = list(prose_of(text)) if path.suffix == ".md" else []
+        for number, line in lines if path.suffix in wide else prose:
+            if len(line) > 100:
+                found.append(f"{name}:{number}: {len(line)} columns")
+        for number, line in lines:
             if line != line.rstrip():
                 found.append(f"{name}:{number}: space at the end")
-            if path.suffix in wide and len(line) > 100:
-                found.append(f"{name}:{number}: {len(line)} columns")
             if "\t" in line and path.name != "Makefile":
                 found.append(f"{name}:{number}: tab")
     none(found)

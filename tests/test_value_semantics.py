@@ -224,7 +224,7 @@ def test_inputs_that_nobody_writes_stay_in_place(backend: str) -> None:
 
 
 def _drop_at_once() -> None:
-    """The input's owner lets go of it while the collective's thread does."""
+    """The input's owner drops it while the collective's thread does."""
     n = dist.get_world_size()
     for i in range(20_000):
         y = F.all_gather_single(torch.full((64,), float(i)), 0, None)

@@ -198,7 +198,7 @@ def layers() -> Drawing:
         356,
         420,
         62,
-        "request:\none description of one collective, free of torch,\nand its fingerprint",
+        "request:\none collective: its tensors, op type, reduction, sizes,\nand its fingerprint",
         "ours",
     )
     d.box(
@@ -209,30 +209,28 @@ def layers() -> Drawing:
         "work:\nqueued, running, done, failed; a table from\na result's storage to its work",
         "ours",
     )
-    d.box(20, 450, 205, 90, "shm:\nranks of one machine\nover shared memory", "backend")
-    d.box(
-        238,
-        450,
-        205,
-        90,
-        "checked:\nagreement before data and\nliveness, around a backend",
-        "backend",
-    )
-    d.box(
-        456, 450, 205, 90, "adapter:\nany c10d::Backend, with a\ntable of what it can do", "backend"
-    )
-    d.box(675, 450, 205, 90, "control:\nrendezvous, topology,\nconnections, liveness", "shared")
+    backends = {
+        "shm": "ranks of one\nmachine over\nshared memory",
+        "adapter": "any c10d::Backend,\nwith a table of\nwhat it can do",
+        "checked": "agreement before\ndata and liveness,\naround a backend",
+        "mpi": "an MPI library,\nopened at\nrun time",
+        "hierarchical": "several hosts: shm\ninside, another\nbackend between",
+    }
+    d.box(452, 442, 288, 106, line="dashed")
+    for index, (name, job) in enumerate(backends.items()):
+        d.box(20 + 146 * index, 450, 130, 90, f"{name}:\n{job}", "backend")
+    d.box(750, 450, 130, 90, "control:\nrendezvous,\nconnections,\nliveness", "shared")
     for x in (120, 340, 670):
         d.arrow(x, 59, x, 93)
         d.arrow(x, 157, x, 188)
     d.arrow(450, 230, 450, 260)
     d.arrow(230, 324, 230, 354, "submit")
     d.arrow(670, 324, 670, 354, "attach to the result's storage")
-    for x in (122, 340):
+    for x in (85, 231, 377):
         d.arrow(x, 418, x, 448)
-    d.arrow(415, 418, 540, 448)
     d.arrow(440, 387, 458, 387)
-    d.arrow(661, 495, 673, 495)
+    # checked is put around either of the next two, or around gloo.
+    d.arrow(442, 495, 450, 495)
     return d
 
 
@@ -401,11 +399,11 @@ def rendezvous() -> Drawing:
 
 # What each folder of csrc is for, in the order in which tests/test_layout.py stacks them.
 JOBS = {
-    "python": "the module: bindings, fast calls into it, coalescing blocks",
+    "python": "the module: bindings of one thing each, coalescing blocks",
     "ops": "one collective per file: schema, checks, kernel, derivative",
-    "frontend": "what ops are made with: autograd, functionalization, lazy, async tensors",
+    "frontend": "what ops are made with: forms, autograd, lazy, async tensors, fast calls",
     "collectives": "submit(group, request); messages",
-    "backends": "shm, checked, adapter; the interface that ours implement",
+    "backends": "their interface; adapter, checked, hierarchical, mpi, shm",
     "work": "works, their table by storage, futures, snapshots of inputs",
     "control": "processes, connections, rendezvous, groups by name",
     "base": "types, errors, fingerprints, reductions, memory",

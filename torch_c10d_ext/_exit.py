@@ -1,9 +1,9 @@
 """The end of the process, while gloo's threads still hold tensors.
 
-A gloo thread lets go of a collective's tensors after it has told whoever waits, and for a tensor
-that Python knows it needs the GIL. If the interpreter ends in between, CPython ends the thread in
-the middle of a destructor, and the process dies of SIGABRT after all its work was done. torch joins
-the threads when the group goes, but a compiled function keeps the group to the end.
+A gloo thread releases a collective's tensors after it has woken the waiting thread, and releasing a
+tensor that Python knows takes the GIL. If the interpreter ends in between, CPython ends the thread
+in the middle of a destructor, and the process dies of SIGABRT after all its work was done. torch
+joins the threads when the group goes, but a compiled function keeps the group to the end.
 """
 
 from __future__ import annotations

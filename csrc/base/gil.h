@@ -20,7 +20,7 @@ class GilReleased {
 };
 
 // Runs `f` without the GIL. For whatever blocks: the threads that it waits for may need it, and
-// not every caller has let go of it (AOTInductor's runner has not).
+// not every caller has released it (AOTInductor's runner has not).
 template <class F>
 void without_gil(F&& f) {
   const GilReleased released;

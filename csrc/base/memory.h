@@ -16,8 +16,8 @@ void prefer_huge_pages(const at::Tensor& fresh);
 void used_here(const at::Tensor& t);
 
 // The same values in the same memory, as a tensor that Python never sees. What a collective in
-// flight holds is this: a backend's thread lets go of it whenever it likes, and to let go of a
-// tensor that Python has seen takes the GIL, which is gone for good when the process ends.
+// flight holds is this: a backend's thread releases it at any time, and releasing a tensor that
+// Python has seen takes the GIL, which is gone for good when the process ends.
 at::Tensor alias_of(const at::Tensor& t);
 std::vector<at::Tensor> aliases_of(at::TensorList tensors);
 // The same with a version counter of its own, for a backend to write: backends write on threads of

@@ -134,7 +134,7 @@ PyObject* wrap_known(const at::Tensor& t, bool over) {
   const bool dual = has_tangent(t);
   const at::Tensor wrapper = make(recorded || dual ? alias_of(t) : t, over);
   if (recorded) {
-    // The wrapper is the node's output from here on, and `t` is let go.
+    // The wrapper is the node's output from here on, and `t` is dropped.
     torch::autograd::impl::set_gradient_edge(wrapper, torch::autograd::impl::gradient_edge(t));
   }
   PyObject* object = make_object(wrapper);

@@ -83,7 +83,7 @@ PyObject* remember(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
       Py_INCREF(kept);
     }
   }
-  // Last: what is let go may run Python code.
+  // Last: releasing these may run Python code.
   for (PyObject* kept : {before.function, before.op, before.group, before.inputs, before.outputs}) {
     Py_XDECREF(kept);
   }

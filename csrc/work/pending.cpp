@@ -10,11 +10,8 @@
 #endif
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <exception>
-#include <memory>
-#include <mutex>
 #include <optional>
 #include <thread>
 
@@ -153,7 +150,7 @@ class StartedHere {
   std::vector<PendingWorkPtr> works_;
 };
 
-// The collective that this thread started last: its work, which lets go of the tensors when it is
+// The collective that this thread started last: its work, which releases the tensors when it is
 // over, or what is known of one that was over at once.
 struct Last {
   const c10::StorageImpl* storage = nullptr;
@@ -382,7 +379,7 @@ c10::intrusive_ptr<c10d::Work> work_behind(const at::Tensor& t) {
   if (auto work = work_of(t)) {
     return work;
   }
-  // It is over, and its work has let go of the result.
+  // It is over, and its work has released the result.
   const auto& last = last_here();
   WorkInfo facts;
   if (last.storage != nullptr && last.storage == storage_of(t)) {

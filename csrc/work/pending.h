@@ -51,8 +51,7 @@ bool subscribe_if_possible(c10d::Work& work, std::function<void(std::exception_p
 // Invariants, the reason this wraps c10d's registry instead of using it bare:
 //  * found from any thread: c10d keeps one table per thread, a wait on another thread would not
 //  wait;
-//  * never waited for = nothing kept: a completed work lets go of its tensors at once and of its
-//  entry
+//  * never waited for = nothing kept: a completed work releases its tensors at once, and its entry
 //    at the latest when 64 more were started on its thread. On a device one is found complete then,
 //    or by a wait of its thread when 64 are at hand;
 //  * `finish` has run exactly once before any wait returns.

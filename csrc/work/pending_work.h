@@ -136,7 +136,7 @@ class PendingWork final : public RequestWork {
 
   float getDuration() const override;
 
-  // Somebody may ask for its result once it is over. False: it is, and has let go of it.
+  // Somebody may ask for its result once it is over. False: it is over and has released it.
   bool hand_out();
 
   // Once it is over.

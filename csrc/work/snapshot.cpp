@@ -43,7 +43,7 @@ bool is_plain_cpu(const at::Tensor& t) {
 }
 
 // Clones on their way back to the thread that made them. c10 frees the context of a copy-on-write
-// storage while another thread that has let go of its reference may still be about to lock it: the
+// storage while another thread that has released its reference may still be about to lock it: the
 // last two references must not go at the same time. So a clone ends on the thread that made it,
 // which is the one that writes and frees the source.
 class Returns {

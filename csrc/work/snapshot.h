@@ -32,7 +32,7 @@ void settle_memory(at::TensorList tensors);
 // on. Null where a collective in flight still writes it.
 std::shared_ptr<void> keep_values(const at::Tensor& source);
 
-// Lets go of what this thread's collectives have read and are done with. They leave that to it.
+// Releases this thread's snapshots of collectives that are over; other threads leave that to it.
 void release_snapshots();
 
 // While one lives, what this thread starts was called by a user of torch_c10d_ext.functional, in

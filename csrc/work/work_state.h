@@ -12,7 +12,6 @@
 #include <mutex>
 #include <string_view>
 #include <utility>
-#include <vector>
 
 #include "base/progress_handoff.h"
 

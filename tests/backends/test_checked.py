@@ -74,7 +74,7 @@ def _conforms(*fns: str) -> Any:
 
 def _is_empty() -> None:
     ends = time.monotonic() + 10
-    while _C.pending_count():  # gloo's threads let go of it
+    while _C.pending_count():  # gloo's threads release it
         assert time.monotonic() < ends, _C.pending_count()
         time.sleep(0.01)
 

@@ -99,7 +99,7 @@ def test_torchrun_restarts_after_a_killed_worker(way: str, tmp_path: Path) -> No
 
 
 # Not on gloo's own, where nothing of this package but its entry point runs: torch 2.13 may abort
-# such a program as it ends, when a thread of gloo lets go of a call after the interpreter has gone.
+# such a program as it ends, when a thread of gloo releases a call after the interpreter has gone.
 @pytest.mark.parametrize("way", ("shm", "switched"))
 def test_accelerate_launch(way: str, tmp_path: Path) -> None:
     backend, environment = WAYS[way]

@@ -329,7 +329,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl>, private Star:
   OpenCalls calls_;
   const uint64_t generation_;
   std::mutex thread_mutex_;
-  std::thread thread_;  // let go of by the first to leave
+  std::thread thread_;  // detached by the first to leave
 
   // The thread's own from here on, but for Star::wake().
   Star star_;

@@ -26,10 +26,10 @@ namespace c10d_ext {
 
 struct KnownGroup;
 
-// Any c10d::Backend, checked: it begins a collective once all ranks have called it and agree, and a
-// message once both its ends are there and agree, whoever called it; a rank that is lost or does
-// not come is named on all others. The "shm" backend is that around gloo where ranks cannot share
-// memory.
+// A backend for CPU tensors, checked: it begins a collective once all ranks have called it and
+// agree, and a message once both its ends are there and agree, whoever called it; a rank that is
+// lost or does not come is named on all others. Streams of devices are not known here. The "shm"
+// backend is this around gloo where ranks cannot share memory.
 //
 // Requests are lowered to what the inner backend can do, so that they have every dtype, stride,
 // size and reduce op.

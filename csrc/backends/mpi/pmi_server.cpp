@@ -11,7 +11,6 @@
 #include <exception>
 #include <map>
 #include <memory>
-#include <stdexcept>
 #include <string_view>
 #include <system_error>
 #include <thread>

@@ -32,7 +32,7 @@ void ShmBackend::recycle(OperationPtr operation) {
   if (operation.use_count() != 1) {
     return;
   }
-  // After all that the thread that ended it did before it let go.
+  // After all that the thread that ended it did before it released its reference.
   std::atomic_thread_fence(std::memory_order_acquire);
   if (operation->is_renewable()) {
     operation->renew();
