@@ -38,11 +38,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from torch_c10d_ext._op_info import traffic_of
 from torch_c10d_ext.optimizer._collectives import Collective, tensors_in, value_of
 from torch_c10d_ext.optimizer._problem import Problem
 
 _IDEMPOTENT = frozenset({"min", "max", "band", "bor"})
-_MOVES = frozenset({"all_gather_into_tensor", "broadcast"})
 _CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 # Of one tensor and numbers; an element's result depends on that element alone, to the last bit.
 _EXACT = frozenset(
@@ -304,7 +304,7 @@ class _Rules:
 
     def _elementwise(self, node: Node, c: Collective) -> None:
         wait = self._single(node)
-        if c.kind not in _MOVES or wait is None or len(wait.users) != 1:
+        if not traffic_of(c.kind).moves or wait is None or len(wait.users) != 1:
             return
         cast = next(iter(wait.users))
         inner = self._awaited(c.inputs[0])

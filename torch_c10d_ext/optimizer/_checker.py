@@ -1,7 +1,8 @@
 """The independent checker: whether a graph computes what another one does, within a budget.
 
-It shares no code with the passes that it checks. Both graphs are evaluated symbolically: a node is
-worth a term, equal terms are one number, and memory that is written has a version. Then
+It shares no code with the passes that it checks, nor, on purpose, the table of ops that they read
+(``_op_info``): what is wrong there would be wrong here. Both graphs are evaluated symbolically: a
+node is worth a term, equal terms are one number, and memory that is written has a version. Then
 
 - the outputs, the inputs' memory, and all ordered effects must be worth the same in both graphs;
 - every collective must be started in both graphs, but for those a rule below replaces;

@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from torch_c10d_ext._op_info import NAMESPACES, SILENT, op_info
+from torch_c10d_ext._op_info import NAMESPACES, SILENT, op_info, traffic_of
 from torch_c10d_ext.optimizer._collectives import (
-    SYMMETRIC,
-    UNEVEN,
     Collective,
     OpOverload,
     op_of,
@@ -233,7 +231,7 @@ class _Reader:
         p = self.p
         p.idle[i] = False
         self._check_landed(node, given)
-        movable = form.kind in SYMMETRIC or form.kind in UNEVEN
+        movable = traffic_of(form.kind).movable
         if not movable or form.namespace not in ("c10d_ext", "_c10d_functional"):
             self.storages_of.append(self._storages(i, value, ()))
             self._touch_all(i, given, follows)
