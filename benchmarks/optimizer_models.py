@@ -17,6 +17,8 @@ that (bandwidth), or the same in latency alone (latency). What nodes cost is mea
 Peers take turns in one run: the graph as it is (none), torch's own pass (overlap_scheduling with
 buckets, given this cost model), ours, and for two programs a schedule by hand: gradients in buckets
 from hooks, as DDP has it, and gathers three weights ahead, as FSDP has it.
+
+One file, for it is one list of programs, and what runs them all alike.
 """
 
 from __future__ import annotations
