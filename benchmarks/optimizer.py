@@ -50,12 +50,9 @@ from torch_c10d_ext._op_info import op_info
 from torch_c10d_ext.optimizer import Settings, optimize_and_report
 from torch_c10d_ext.optimizer._checker import peak_bytes
 from torch_c10d_ext.optimizer._collectives import op_of, value_of, wire_bytes
-from torch_c10d_ext.optimizer._optimize import (
-    DEFAULT_MEMORY,
-    _copy_of,
-    _problem,
-    optimized_graph,
-)
+from torch_c10d_ext.optimizer._decide import copy_of, problem_of
+from torch_c10d_ext.optimizer._optimize import optimized_graph
+from torch_c10d_ext.optimizer._settings import DEFAULT_MEMORY
 from torch_c10d_ext.optimizer._simulate import simulate
 
 COMPUTE = Compute(memory_bandwidth=2e10, flops=1e11)
@@ -109,7 +106,7 @@ def torch_scheduled(graph: Any, link: Link, compute: Any = COMPUTE) -> GraphModu
     from torch.utils import _runtime_estimation
 
     ops = torch.ops._c10d_functional
-    new = GraphModule(graph, _copy_of(graph.graph))
+    new = GraphModule(graph, copy_of(graph.graph))
     for node in new.graph.nodes:
         op = op_of(node)
         name = op._schema.name.split("::")[1] if op is not None else ""
@@ -145,7 +142,7 @@ def torchs_pass(graph: Any, link: Link) -> tuple[float, int]:
     """What a graph takes, and launches, after torch's own pass, by the cost model."""
     new = torch_scheduled(graph, link)
     costs = Settings.of(None, None, link=link, compute=COMPUTE).costs()
-    p = _problem(new.graph, costs)
+    p = problem_of(new.graph, costs)
     timing = simulate(p, list(range(len(p.nodes) - 1)))
     return timing.total, timing.launches
 

@@ -17,6 +17,8 @@ that (bandwidth), or the same in latency alone (latency). What nodes cost is mea
 Peers take turns in one run: the graph as it is (none), torch's own pass (overlap_scheduling with
 buckets, given this cost model), ours, and for two programs a schedule by hand: gradients in buckets
 from hooks, as DDP has it, and gathers three weights ahead, as FSDP has it.
+
+One file, for it is one list of programs, and what runs them all alike.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ from torch_c10d_ext.functional import wait_tensor
 from torch_c10d_ext.optimizer import Settings, optimize_and_report
 from torch_c10d_ext.optimizer._bounds import lower_bound
 from torch_c10d_ext.optimizer._collectives import op_of, value_of, wire_bytes
-from torch_c10d_ext.optimizer._optimize import Optimization, _bucket_keys, _problem
+from torch_c10d_ext.optimizer._decide import bucket_keys, problem_of
+from torch_c10d_ext.optimizer._settings import Optimization
 from torch_c10d_ext.optimizer._simulate import serial_seconds, simulate
 
 ext = torch.ops.c10d_ext
@@ -590,7 +593,7 @@ def measure(name: str, kinds: list[str], backend: str) -> list[dict[str, Any]]:
     with torch.no_grad():
         compute = _measured_costs(graph, inputs)
         costs = Settings.of(None, None, compute=compute).costs()
-        links = _links(_problem(graph.graph, costs))
+        links = _links(problem_of(graph.graph, costs))
         for kind in kinds:
             link = links[kind]
             # What the passes are told: the timer's latency, or that of the backend if it is more.
@@ -599,8 +602,8 @@ def measure(name: str, kinds: list[str], backend: str) -> list[dict[str, Any]]:
             began = time.process_time()
             new, about = optimize_and_report(graph, settings)
             took = time.process_time() - began
-            p = _problem(graph.graph, settings.costs())
-            keys, sizes = _bucket_keys(p, settings, settings.costs(), Optimization(), True)
+            p = problem_of(graph.graph, settings.costs())
+            keys, sizes = bucket_keys(p, settings, settings.costs(), Optimization(), True)
             graphs = {"none": graph, "ours": new}
             try:
                 graphs["torch"] = torch_scheduled(graph, known, compute)

@@ -13,6 +13,8 @@ syntax of ``TORCH_C10D_EXT_SHM_ALGORITHMS`` (docs/shm.md); an empty string stand
 
 MPICH, Open MPI, Intel MPI and DeepSpeed's shared-memory all_reduce take part where
 ``tools/get_peers.sh`` has installed them.
+
+One file, for cases, peers and the tables that compare them are one measurement.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ refuse) and derives its test class from `Contract`; the checks below then run on
 process groups of 1 to 4 workers, on gloo and on shm, for every form of the op (`x`, `x_`, `x_out`,
 `x_coalesced`, `x_coalesced_`). A check walks all its combinations and reports every failing one, in
 words.
+
+One file, for every check makes its calls, inputs and report in the same way.
 """
 
 from __future__ import annotations

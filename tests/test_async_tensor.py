@@ -1,4 +1,7 @@
-"""The eager result of a functional collective: waits on first real use, and is never a trap."""
+"""The eager result of a functional collective: waits on first real use, and is never a trap.
+
+One file, for all of it is about one class.
+"""
 
 import copy
 import datetime as dt

@@ -1,4 +1,7 @@
-"""torch.compile: nothing in flight is reused or freed, scheduling passes act, graphs stay whole."""
+"""torch.compile: nothing in flight is reused or freed, scheduling passes act, graphs stay whole.
+
+One file, for each part compiles small programs of the same kind and reads what became of them.
+"""
 
 import contextlib
 import os

@@ -1,4 +1,7 @@
-"""shm in gloo's place: groups that say gloo are served by shm and look as before to everyone."""
+"""shm in gloo's place: groups that say gloo are served by shm and look as before to everyone.
+
+One file, for all of it turns one switch.
+"""
 
 from __future__ import annotations
 

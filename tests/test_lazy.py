@@ -1,4 +1,7 @@
-"""Lazy tensors: collectives as nodes of torch's lazy graphs, run by mark_step."""
+"""Lazy tensors: collectives as nodes of torch's lazy graphs, run by mark_step.
+
+One file, for its parts start lazy tensors once in each worker, and read the same counters.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Point to point: in eager as torch.distributed has it, and the same in a graph."""
+"""Point to point: in eager as torch.distributed has it, and the same in a graph.
+
+One file, for what is asked of messages in eager is asked of the same ones in graphs.
+"""
 
 from __future__ import annotations
 

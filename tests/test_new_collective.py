@@ -1,12 +1,14 @@
 """A collective is three files and its export: one that nobody has is added to a copy, and tested.
 
 `tests/new_collective/` has the files. The copy's extension is linked from the objects of the build
-in the tree and the new one; all that the contract says of every collective is then asked of it.
+in the tree and the new one; all that the contract says of every collective is then asked of it, and
+all that the layout says of the tree, once nothing was added but what CONTRIBUTING.md lists.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -47,19 +49,42 @@ def _object() -> Path:
     return build._make(out, command, build._with_headers(GIVEN / "shift.cpp"))
 
 
-def _tree(at: Path) -> None:
-    """A copy of the package and its tests with the three files and the export."""
+def _copy(at: Path) -> None:
+    """A copy of what the layout is a matter of, without the extension."""
     ignored = shutil.ignore_patterns("__pycache__", "_C*.so")
-    for name in ("torch_c10d_ext", "tests"):
+    for name in ("csrc", "torch_c10d_ext", "tests", "benchmarks"):
         shutil.copytree(ROOT / name, at / name, ignore=ignored)
-    for name in ("pyproject.toml", "torch_c10d_ext_autoload.py"):
+    for name in ("pyproject.toml", "setup.py", "torch_c10d_ext_autoload.py", "CHANGELOG.md"):
         shutil.copy(ROOT / name, at / name)
-    shutil.copy(GIVEN / "shift.py", at / "torch_c10d_ext" / "ops" / "shift.py")
-    shutil.copy(GIVEN / "checks.py", at / "tests" / "ops" / "test_shift.py")
-    functional = at / "torch_c10d_ext" / "functional.py"
-    with functional.open("a") as file:
-        file.write("\nfrom torch_c10d_ext.ops.shift import shift as shift  # noqa: E402\n")
 
+
+def _add(at: Path) -> set[str]:
+    """Adds the collective to a copy; says which files that took."""
+    files = {
+        "csrc/ops/shift.cpp": "shift.cpp",
+        "torch_c10d_ext/ops/shift.py": "shift.py",
+        "tests/ops/test_shift.py": "checks.py",
+    }
+    # The line, and the one that it follows.
+    lines = {
+        "torch_c10d_ext/functional.py": (
+            "from torch_c10d_ext.ops.shift import shift as shift",
+            "from torch_c10d_ext.ops.scatter import scatter as scatter",
+        ),
+        "CHANGELOG.md": ("- `shift` passes tensors on around the group.", "### Added\n"),
+    }
+    for name, given in files.items():
+        assert not (at / name).exists()
+        shutil.copy(GIVEN / given, at / name)
+    for name, (line, before) in lines.items():
+        old = (at / name).read_text()
+        assert f"{before}\n" in old
+        (at / name).write_text(old.replace(f"{before}\n", f"{before}\n{line}\n", 1))
+    return {*files, *lines}
+
+
+def _link(at: Path) -> None:
+    """The copy's extension."""
     libraries = Path(torch.__file__).parent / "lib"
     command = [
         *build._compiler(),
@@ -76,6 +101,35 @@ def _tree(at: Path) -> None:
     assert done.returncode == 0, f"{shlex.join(command)}\n{done.stderr}"
 
 
+def _passes(tree: Path, tests: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", tests],
+        cwd=tree,
+        # Not the files that git knows of the tree around it.
+        env={
+            **os.environ,
+            "PYTHONPATH": str(tree),
+            "GIT_CEILING_DIRECTORIES": str(tree.parent),
+        },
+        capture_output=True,
+        text=True,
+        timeout=1000,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    last = done.stdout.splitlines()[-1]
+    assert "passed" in last
+    assert "skipped" not in last
+
+
+def test_what_is_added_is_what_contributing_lists(tmp_path: Path) -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    section = text.split("## Add a collective")[1].split("\n## ")[0]
+    listed = re.findall(r"^\d\. \*\*`([^`]+)`\*\*", section, re.MULTILINE)
+    _copy(tmp_path)
+    assert sorted(name.replace("<stem>", "shift") for name in listed) == sorted(_add(tmp_path))
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_a_collective_that_nobody_has_is_three_files_and_its_export() -> None:
@@ -84,19 +138,10 @@ def test_a_collective_that_nobody_has_is_three_files_and_its_export() -> None:
     shutil.rmtree(tree, ignore_errors=True)
     tree.mkdir(parents=True)
     try:
-        _tree(tree)
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-x", "tests/ops/test_shift.py"],
-            cwd=tree,
-            env={**os.environ, "PYTHONPATH": str(tree)},
-            capture_output=True,
-            text=True,
-            timeout=1000,
-            check=False,
-        )
-        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-        last = done.stdout.splitlines()[-1]
-        assert "passed" in last
-        assert "skipped" not in last
+        _copy(tree)
+        _add(tree)
+        _link(tree)
+        _passes(tree, "tests/test_layout.py")
+        _passes(tree, "tests/ops/test_shift.py")
     finally:
         shutil.rmtree(tree, ignore_errors=True)

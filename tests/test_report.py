@@ -1,4 +1,7 @@
-"""What communication_report says of graphs traced for 1,000 ranks in one process."""
+"""What communication_report says of graphs traced for 1,000 ranks in one process.
+
+One file, for its parts trace in one fake world, which is made once.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ One table of ways (`WAYS`), of what users, torch's compiler and torch's wrappers
 Each is applied to the results of the collectives, complete and in flight, with and without a
 gradient, and must give what it gives on a plain tensor: the collective's result as one process
 computes it from all ranks' inputs. torch's own class is held to the same table, where it is right.
+
+One file, for the table is most of it.
 """
 
 from __future__ import annotations

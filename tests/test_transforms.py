@@ -9,6 +9,8 @@ the same element of the same rank's input.
 It enters by reduce_scatter(avg) and leaves by all_gather. Of N equal arguments the one is this
 rank's share, and the adjoint hands an N-th of its gradient to each; the adjoint of the other sums N
 equal gradients. So the factors cancel, in derivatives of any order.
+
+One file, for its parts derive, batch and compose the same functions.
 """
 
 from __future__ import annotations

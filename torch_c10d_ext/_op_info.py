@@ -1,4 +1,7 @@
-"""What every op is, by its schema: one table for reports, compilers, the optimizer and tests.
+"""What every op is: one table for reports, compilers, the optimizer and tests.
+
+An op's forms, tensors and group are read from its schema; what it sends is a row that its module in
+``ops/`` declares.
 
 A collective has up to five forms, which the name tells: functional, in place, into ``out``, and of
 a list, functional and in place.
@@ -6,6 +9,7 @@ a list, functional and in place.
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,25 +34,89 @@ WAITS = frozenset({"wait_tensor", "wait_message"})
 # Ops with a group that send nothing.
 SILENT = frozenset({"copy_to_group"})
 
-# Bytes over the busiest rank's link in one direction, given the size of a group of two and more,
-# the bytes of this rank's input and those of its result (Thakur, Rabenseifner and Gropp 2005;
-# rings). Numbers may be symbolic. Ops that also look at their arguments have no row here.
-WIRE: dict[str, Callable[[int, Any, Any], Any]] = {
-    "all_reduce": lambda n, given, _: 2 * (n - 1) * given / n,
-    "reduce_from_group": lambda n, given, _: 2 * (n - 1) * given / n,
-    "all_gather_into_tensor": lambda n, given, _: (n - 1) * given,
-    "all_gather": lambda n, given, result: result - given,
-    "reduce_scatter_tensor": lambda n, given, _: (n - 1) * given / n,
-    "reduce_scatter": lambda n, given, result: given - result,
-    "broadcast": lambda n, given, _: given,
-    "reduce": lambda n, given, _: given,
-    "gather": lambda n, given, _: (n - 1) * given,
-    "scatter": lambda n, _, result: (n - 1) * result,
-    "permute_tensor": lambda n, given, _: given,
-    "barrier": lambda n, given, _: 0 * given,
-    "isend": lambda n, given, _: given,
-    "irecv": lambda n, given, _: given,
-}
+
+class Pattern(enum.Enum):
+    """Who sends to whom, in MPI's terms: what costs and traces are told by."""
+
+    ALL_REDUCE = enum.auto()
+    REDUCE = enum.auto()
+    ALL_GATHER = enum.auto()
+    GATHER = enum.auto()
+    SCATTER = enum.auto()
+    BROADCAST = enum.auto()
+    ALL_TO_ALL = enum.auto()
+    REDUCE_SCATTER = enum.auto()
+    BARRIER = enum.auto()
+    MESSAGE = enum.auto()
+
+    @property
+    def passes(self) -> int:
+        """How often data goes through all ranks, as a ring or a tree; 0: to one other rank."""
+        return {Pattern.ALL_REDUCE: 2, Pattern.BARRIER: 2, Pattern.MESSAGE: 0}.get(self, 1)
+
+    def buffers(self, ranks: int, larger: float) -> tuple[float, float]:
+        """The bytes of a rank's input and result where parts are equal, given the larger one."""
+        if self in (Pattern.ALL_GATHER, Pattern.GATHER):
+            return larger / ranks, larger
+        if self in (Pattern.REDUCE_SCATTER, Pattern.SCATTER):
+            return larger, larger / ranks
+        return larger, larger
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a collective sends: a row of the table, which its module in ``ops/`` declares.
+
+    Attributes:
+        pattern: who sends to whom.
+        wire: bytes over the busiest rank's link in one direction, given the size of a group of two
+            and more, the bytes of this rank's input and those of its result (Thakur, Rabenseifner
+            and Gropp 2005; rings). Numbers may be symbolic. Where the call's arguments say who
+            gets how much, that of equal parts.
+        movable: whether the optimizer, and its checker, know it; nothing passes what they do not.
+        even: whether its sizes are the same on all ranks.
+        moves: whether every rank gets what ranks gave, of sizes alike on all ranks: what is done
+            with elements may be done before, and elements may travel as bytes.
+    """
+
+    pattern: Pattern
+    wire: Callable[[int, Any, Any], Any]
+    movable: bool = False
+    even: bool = True
+    moves: bool = False
+
+    def wire_of_larger(self, ranks: int, larger: float) -> float:
+        """``wire`` where parts are equal, given the bytes of a rank's larger buffer."""
+        return float(self.wire(ranks, *self.pattern.buffers(ranks, larger))) if ranks > 1 else 0.0
+
+
+# By kind, those of torch included. The modules of ``ops/``, which the package imports, fill it.
+TRAFFIC: dict[str, Traffic] = {}
+
+# A kind without a row.
+_UNKNOWN = Traffic(Pattern.BROADCAST, lambda n, given, _: given)
+
+
+def declare(
+    *kinds: str,
+    pattern: Pattern,
+    wire: Callable[[int, Any, Any], Any],
+    movable: bool = False,
+    even: bool = True,
+    moves: bool = False,
+) -> None:
+    """Adds the row of a collective, and of what else sends alike.
+
+    Args:
+        kinds: of the functional form on one tensor, ``"all_reduce"``.
+        pattern, wire, movable, even, moves: as of :class:`Traffic`.
+    """
+    TRAFFIC.update(dict.fromkeys(kinds, Traffic(pattern, wire, movable, even, moves)))
+
+
+def traffic_of(kind: str) -> Traffic:
+    """What a collective sends; one that is unknown what a broadcast sends."""
+    return TRAFFIC.get(kind, _UNKNOWN)
 
 
 @dataclass(frozen=True)
@@ -126,6 +194,7 @@ def op_info(op: Any) -> OpInfo | None:
     )
 
 
+@functools.cache
 def forms_of(kind: str) -> dict[str, Any]:
     """The forms that there are of a collective of ours, as op overloads."""
     ops = torch.ops.c10d_ext

@@ -5,100 +5,74 @@ that waits on first use; under a trace it becomes plain graph nodes. Everything 
 batches under ``torch.vmap``, compiles and exports.
 """
 
-from torch.distributed._functional_collectives import allow_inflight_collective_as_graph_input_ctx
+from torch.distributed._functional_collectives import (
+    allow_inflight_collective_as_graph_input_ctx as allow_inflight_collective_as_graph_input_ctx,
+)
 
-from torch_c10d_ext._async import AsyncCollectiveTensor, work_of
-from torch_c10d_ext._groups import Group
-from torch_c10d_ext.ops.all_gather import all_gather
+from torch_c10d_ext._async import AsyncCollectiveTensor as AsyncCollectiveTensor
+from torch_c10d_ext._async import work_of as work_of
+from torch_c10d_ext._groups import Group as Group
+from torch_c10d_ext.ops.all_gather import all_gather as all_gather
+from torch_c10d_ext.ops.all_gather_into_tensor import all_gather_inplace as all_gather_inplace
 from torch_c10d_ext.ops.all_gather_into_tensor import (
-    all_gather_inplace,
-    all_gather_into_tensor_coalesced,
-    all_gather_single,
-    all_gather_single_autograd,
-    all_gather_single_coalesced,
-    all_gather_tensor,
-    all_gather_tensor_autograd,
-    all_gather_tensor_inplace,
+    all_gather_into_tensor_coalesced as all_gather_into_tensor_coalesced,
 )
-from torch_c10d_ext.ops.all_reduce import (
-    all_reduce,
-    all_reduce_coalesced,
-    all_reduce_inplace,
+from torch_c10d_ext.ops.all_gather_into_tensor import all_gather_single as all_gather_single
+from torch_c10d_ext.ops.all_gather_into_tensor import (
+    all_gather_single_autograd as all_gather_single_autograd,
 )
+from torch_c10d_ext.ops.all_gather_into_tensor import (
+    all_gather_single_coalesced as all_gather_single_coalesced,
+)
+from torch_c10d_ext.ops.all_gather_into_tensor import all_gather_tensor as all_gather_tensor
+from torch_c10d_ext.ops.all_gather_into_tensor import (
+    all_gather_tensor_autograd as all_gather_tensor_autograd,
+)
+from torch_c10d_ext.ops.all_gather_into_tensor import (
+    all_gather_tensor_inplace as all_gather_tensor_inplace,
+)
+from torch_c10d_ext.ops.all_reduce import all_reduce as all_reduce
+from torch_c10d_ext.ops.all_reduce import all_reduce_coalesced as all_reduce_coalesced
+from torch_c10d_ext.ops.all_reduce import all_reduce_inplace as all_reduce_inplace
+from torch_c10d_ext.ops.all_to_all_single import all_to_all_inplace as all_to_all_inplace
+from torch_c10d_ext.ops.all_to_all_single import all_to_all_single as all_to_all_single
 from torch_c10d_ext.ops.all_to_all_single import (
-    all_to_all_inplace,
-    all_to_all_single,
-    all_to_all_single_autograd,
+    all_to_all_single_autograd as all_to_all_single_autograd,
 )
-from torch_c10d_ext.ops.barrier import barrier
-from torch_c10d_ext.ops.batch_isend_irecv import (
-    batch_isend_irecv,
-    batch_p2p_ops_inplace,
-    irecv_inplace,
-    isend_inplace,
-)
-from torch_c10d_ext.ops.broadcast import broadcast, broadcast_coalesced, broadcast_inplace
-from torch_c10d_ext.ops.copy_to_group import copy_to_group
-from torch_c10d_ext.ops.gather import gather
-from torch_c10d_ext.ops.permute_tensor import permute_tensor
-from torch_c10d_ext.ops.reduce import reduce
-from torch_c10d_ext.ops.reduce_from_group import reduce_from_group
-from torch_c10d_ext.ops.reduce_scatter import reduce_scatter
+from torch_c10d_ext.ops.barrier import barrier as barrier
+from torch_c10d_ext.ops.batch_isend_irecv import batch_isend_irecv as batch_isend_irecv
+from torch_c10d_ext.ops.batch_isend_irecv import batch_p2p_ops_inplace as batch_p2p_ops_inplace
+from torch_c10d_ext.ops.batch_isend_irecv import irecv_inplace as irecv_inplace
+from torch_c10d_ext.ops.batch_isend_irecv import isend_inplace as isend_inplace
+from torch_c10d_ext.ops.broadcast import broadcast as broadcast
+from torch_c10d_ext.ops.broadcast import broadcast_coalesced as broadcast_coalesced
+from torch_c10d_ext.ops.broadcast import broadcast_inplace as broadcast_inplace
+from torch_c10d_ext.ops.copy_to_group import copy_to_group as copy_to_group
+from torch_c10d_ext.ops.gather import gather as gather
+from torch_c10d_ext.ops.permute_tensor import permute_tensor as permute_tensor
+from torch_c10d_ext.ops.reduce import reduce as reduce
+from torch_c10d_ext.ops.reduce_from_group import reduce_from_group as reduce_from_group
+from torch_c10d_ext.ops.reduce_scatter import reduce_scatter as reduce_scatter
+from torch_c10d_ext.ops.reduce_scatter_tensor import reduce_scatter_single as reduce_scatter_single
 from torch_c10d_ext.ops.reduce_scatter_tensor import (
-    reduce_scatter_single,
-    reduce_scatter_single_autograd,
-    reduce_scatter_single_coalesced,
-    reduce_scatter_tensor,
-    reduce_scatter_tensor_autograd,
-    reduce_scatter_tensor_coalesced,
-    reduce_scatter_tensor_inplace,
+    reduce_scatter_single_autograd as reduce_scatter_single_autograd,
 )
-from torch_c10d_ext.ops.scatter import scatter
-from torch_c10d_ext.ops.wait_message import wait_message
-from torch_c10d_ext.ops.wait_tensor import wait_tensor
+from torch_c10d_ext.ops.reduce_scatter_tensor import (
+    reduce_scatter_single_coalesced as reduce_scatter_single_coalesced,
+)
+from torch_c10d_ext.ops.reduce_scatter_tensor import reduce_scatter_tensor as reduce_scatter_tensor
+from torch_c10d_ext.ops.reduce_scatter_tensor import (
+    reduce_scatter_tensor_autograd as reduce_scatter_tensor_autograd,
+)
+from torch_c10d_ext.ops.reduce_scatter_tensor import (
+    reduce_scatter_tensor_coalesced as reduce_scatter_tensor_coalesced,
+)
+from torch_c10d_ext.ops.reduce_scatter_tensor import (
+    reduce_scatter_tensor_inplace as reduce_scatter_tensor_inplace,
+)
+from torch_c10d_ext.ops.scatter import scatter as scatter
+from torch_c10d_ext.ops.wait_message import wait_message as wait_message
+from torch_c10d_ext.ops.wait_tensor import wait_tensor as wait_tensor
 
-__all__ = [
-    "AsyncCollectiveTensor",
-    "Group",
-    "all_gather",
-    "all_gather_inplace",
-    "all_gather_into_tensor_coalesced",
-    "all_gather_single",
-    "all_gather_single_autograd",
-    "all_gather_single_coalesced",
-    "all_gather_tensor",
-    "all_gather_tensor_autograd",
-    "all_gather_tensor_inplace",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_reduce_inplace",
-    "all_to_all_inplace",
-    "all_to_all_single",
-    "all_to_all_single_autograd",
-    "allow_inflight_collective_as_graph_input_ctx",
-    "barrier",
-    "batch_isend_irecv",
-    "batch_p2p_ops_inplace",
-    "broadcast",
-    "broadcast_coalesced",
-    "broadcast_inplace",
-    "copy_to_group",
-    "gather",
-    "irecv_inplace",
-    "isend_inplace",
-    "permute_tensor",
-    "reduce",
-    "reduce_from_group",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_autograd",
-    "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor",
-    "reduce_scatter_tensor_autograd",
-    "reduce_scatter_tensor_coalesced",
-    "reduce_scatter_tensor_inplace",
-    "scatter",
-    "wait_message",
-    "wait_tensor",
-    "work_of",
-]
+# Each name that is imported as itself is exported: to type checkers, and here.
+__all__ = sorted(name for name in dir() if not name.startswith("_"))

@@ -2,6 +2,8 @@
 
 Where gloo does the same thing right it passes the same checks, which shows that they ask of shm
 what torch means.
+
+One file, for `test_checked.py` and `tests/hosts/` hold other backends to its functions, by name.
 """
 
 from __future__ import annotations

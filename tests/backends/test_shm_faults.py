@@ -1,4 +1,7 @@
-"""What the shm backend does when something goes wrong: ranks that die, stop or disagree."""
+"""What the shm backend does when something goes wrong: ranks that die, stop or disagree.
+
+One file, for `tests/hosts/` holds other backends to its functions and tables, by name.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 // Ranks that agree on collectives, as threads of one process; the "data" of a collective is there
 // when a test says so. Run without arguments it runs every test; with arguments, those named.
+// One file, for its tests share the threads that are ranks.
 
 #include "backends/checked/agreement.h"
 #include "control/connection.h"

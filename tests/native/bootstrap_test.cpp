@@ -1,6 +1,7 @@
 // Ranks as processes that join, die, stop, fork and are disturbed. Run without arguments it runs
 // every test; with arguments, those named. TSan cannot follow a fork of a process with threads, so
 // the tests that need one are not in its build.
+// One file, for its tests share the processes that are ranks, and what disturbs them.
 
 #include "backends/shm/bootstrap.h"
 #include "backends/shm/futex.h"

@@ -1,6 +1,7 @@
 // A device for PrivateUse1, as small as one can be: streams are queues on the host, memory comes
 // from a caching allocator that follows CUDA's rules, and a c10d backend serves its tensors. What
 // is not ordered by an event is not in order: an operation begins late.
+// One file, for it is compiled by itself, as an extension.
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/InferSize.h>

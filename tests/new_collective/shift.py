@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_c10d_ext import _inductor, _vmap
+from torch_c10d_ext import _inductor, _op_info, _vmap
 from torch_c10d_ext._async import starter
 from torch_c10d_ext._groups import Group, group_name
+from torch_c10d_ext._op_info import Pattern
 
 _start = starter(torch.ops.c10d_ext.shift.default)
 
@@ -41,3 +42,5 @@ def shift(self: Tensor, offset: int, group: Group = None, tag: str = "") -> Tens
 
 _vmap.register_forms("shift", _vmap.any_dim)
 _inductor.lower("shift", in_place=True)
+
+_op_info.declare("shift", pattern=Pattern.MESSAGE, wire=lambda n, given, _: given)

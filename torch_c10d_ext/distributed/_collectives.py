@@ -2,6 +2,9 @@
 
 A call starts the op and ends in :mod:`_delivery`: in eager the backend writes the caller's tensors,
 in a graph a fresh tensor is copied into them after its wait.
+
+One file, for its functions are of one shape: a name of torch's with its signature, checks, the
+backend's own call where there is one, else the op.
 """
 
 from __future__ import annotations

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_c10d_ext import _inductor, _vmap
+from torch_c10d_ext import _inductor, _op_info, _vmap
 from torch_c10d_ext._async import deliver_complete, starter
 from torch_c10d_ext._dims import check_dim
 from torch_c10d_ext._groups import Group, group_name
+from torch_c10d_ext._op_info import Pattern
 
 _op = torch.ops.c10d_ext.all_gather.default
 _start = starter(_op)
@@ -55,3 +56,11 @@ def all_gather(
 
 _vmap.register_forms("all_gather", _vmap.by_rows)
 _inductor.lower("all_gather")
+
+_op_info.declare(
+    "all_gather",
+    pattern=Pattern.ALL_GATHER,
+    wire=lambda n, given, result: result - given,
+    movable=True,
+    even=False,
+)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_c10d_ext import _inductor, _vmap
+from torch_c10d_ext import _inductor, _op_info, _vmap
 from torch_c10d_ext._async import deliver_complete, replace, starter, writer, writes_directly
 from torch_c10d_ext._dims import check_dim, check_list, rows_to_dim
 from torch_c10d_ext._groups import Group, group_name, group_size
+from torch_c10d_ext._op_info import Pattern
 from torch_c10d_ext.errors import InvalidArgument
 
 _op = torch.ops.c10d_ext.all_gather_into_tensor.default
@@ -175,3 +176,11 @@ def all_gather_inplace(
 
 _vmap.register_forms("all_gather_into_tensor", _vmap.by_rows, keeps_scalar=True)
 _inductor.lower("all_gather_into_tensor")
+
+_op_info.declare(
+    "all_gather_into_tensor",
+    pattern=Pattern.ALL_GATHER,
+    wire=lambda n, given, _: (n - 1) * given,
+    movable=True,
+    moves=True,
+)

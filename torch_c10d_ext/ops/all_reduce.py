@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_c10d_ext import _inductor, _vmap
+from torch_c10d_ext import _inductor, _op_info, _vmap
 from torch_c10d_ext._async import replace, starter, writer, writes_directly
 from torch_c10d_ext._dims import check_list
 from torch_c10d_ext._groups import Group, group_name
+from torch_c10d_ext._op_info import Pattern
 from torch_c10d_ext.errors import InvalidArgument
 
 _op = torch.ops.c10d_ext.all_reduce.default
@@ -140,3 +141,10 @@ def all_reduce_inplace(
 
 _vmap.register_forms("all_reduce", _vmap.any_dim)
 _inductor.lower("all_reduce", in_place=True)
+
+_op_info.declare(
+    "all_reduce",
+    pattern=Pattern.ALL_REDUCE,
+    wire=lambda n, given, _: 2 * (n - 1) * given / n,
+    movable=True,
+)

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_c10d_ext import _inductor, _vmap
+from torch_c10d_ext import _inductor, _op_info, _vmap
 from torch_c10d_ext._async import replace, starter, writer, writes_directly
 from torch_c10d_ext._groups import Group, group_name, group_size, where
+from torch_c10d_ext._op_info import Pattern
 from torch_c10d_ext.errors import InvalidArgument
 
 _op = torch.ops.c10d_ext.all_to_all_single.default
@@ -124,3 +125,11 @@ def _splits(
 
 _vmap.register_forms("all_to_all_single", _vmap.by_rows)
 _inductor.lower("all_to_all_single")
+
+_op_info.declare(
+    "all_to_all_single",
+    pattern=Pattern.ALL_TO_ALL,
+    wire=lambda n, given, _: (n - 1) * given / n,
+    movable=True,
+    even=False,
+)

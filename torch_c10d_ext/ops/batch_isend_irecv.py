@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_c10d_ext import _C, _inductor
+from torch_c10d_ext import _C, _inductor, _op_info
 from torch_c10d_ext._async import deliver, writes_directly
 from torch_c10d_ext._dims import check_list
 from torch_c10d_ext._groups import Group, group_name, root_of, where
+from torch_c10d_ext._op_info import Pattern
 from torch_c10d_ext.errors import InvalidArgument
 
 _op = torch.ops.c10d_ext.batch_isend_irecv.default
@@ -213,3 +214,13 @@ _inductor.ordered(_op)
 @_inductor.lowering(_op)
 def _lowering(tensors: Any, *args: Any) -> Any:
     return _inductor.start_in_order(_op, tensors, *args)
+
+
+_op_info.declare(
+    "batch_isend_irecv",
+    "batch_p2p_ops",
+    "isend",
+    "irecv",
+    pattern=Pattern.MESSAGE,
+    wire=lambda n, given, _: given,
+)

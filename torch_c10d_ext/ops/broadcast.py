@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_c10d_ext import _inductor, _vmap
+from torch_c10d_ext import _inductor, _op_info, _vmap
 from torch_c10d_ext._async import replace, starter, writer, writes_directly
 from torch_c10d_ext._dims import check_list
 from torch_c10d_ext._groups import Group, group_name
+from torch_c10d_ext._op_info import Pattern
 from torch_c10d_ext.errors import InvalidArgument
 
 _op = torch.ops.c10d_ext.broadcast.default
@@ -113,3 +114,11 @@ def broadcast_inplace(
 
 _vmap.register_forms("broadcast", _vmap.any_dim)
 _inductor.lower("broadcast", in_place=True)
+
+_op_info.declare(
+    "broadcast",
+    pattern=Pattern.BROADCAST,
+    wire=lambda n, given, _: given,
+    movable=True,
+    moves=True,
+)

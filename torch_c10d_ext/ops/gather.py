@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_c10d_ext import _inductor, _vmap
+from torch_c10d_ext import _inductor, _op_info, _vmap
 from torch_c10d_ext._async import deliver_complete, starter
 from torch_c10d_ext._dims import check_dim
 from torch_c10d_ext._groups import Group, group_name
+from torch_c10d_ext._op_info import Pattern
 
 _op = torch.ops.c10d_ext.gather.default
 _start = starter(_op)
@@ -52,3 +53,11 @@ def gather(
 
 _vmap.register_forms("gather", _vmap.by_rows, keeps_scalar=True)
 _inductor.lower("gather")
+
+_op_info.declare(
+    "gather",
+    pattern=Pattern.GATHER,
+    wire=lambda n, given, _: (n - 1) * given,
+    movable=True,
+    even=False,
+)

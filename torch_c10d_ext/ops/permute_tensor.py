@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_c10d_ext import _inductor, _vmap
+from torch_c10d_ext import _inductor, _op_info, _vmap
 from torch_c10d_ext._async import starter
 from torch_c10d_ext._groups import Group, group_name
+from torch_c10d_ext._op_info import Pattern
 
 _op = torch.ops.c10d_ext.permute_tensor.default
 _start = starter(_op)
@@ -43,3 +44,10 @@ def permute_tensor(self: Tensor, src_dst: list[int], group: Group = None, tag: s
 
 _vmap.register_forms("permute_tensor", _vmap.any_dim)
 _inductor.lower("permute_tensor")
+
+_op_info.declare(
+    "permute_tensor",
+    pattern=Pattern.MESSAGE,
+    wire=lambda n, given, _: given,
+    movable=True,
+)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_c10d_ext import _inductor, _vmap
+from torch_c10d_ext import _inductor, _op_info, _vmap
 from torch_c10d_ext._async import starter
 from torch_c10d_ext._groups import Group, group_name
+from torch_c10d_ext._op_info import Pattern
 
 _op = torch.ops.c10d_ext.reduce.default
 _start = starter(_op)
@@ -55,3 +56,10 @@ def reduce(
 
 _vmap.register_forms("reduce", _vmap.any_dim)
 _inductor.lower("reduce")
+
+_op_info.declare(
+    "reduce",
+    pattern=Pattern.REDUCE,
+    wire=lambda n, given, _: given,
+    movable=True,
+)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_c10d_ext import _vmap
+from torch_c10d_ext import _op_info, _vmap
 from torch_c10d_ext._async import starter
 from torch_c10d_ext._groups import Group, group_name
+from torch_c10d_ext._op_info import Pattern
 
 _op = torch.ops.c10d_ext.reduce_from_group.default
 _start = starter(_op)
@@ -42,3 +43,9 @@ def reduce_from_group(self: Tensor, group: Group = None, tag: str = "") -> Tenso
 
 
 _vmap.register("reduce_from_group", _vmap.any_dim(_op))
+
+_op_info.declare(
+    "reduce_from_group",
+    pattern=Pattern.ALL_REDUCE,
+    wire=lambda n, given, _: 2 * (n - 1) * given / n,
+)

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_c10d_ext import _inductor, _vmap
+from torch_c10d_ext import _inductor, _op_info, _vmap
 from torch_c10d_ext._async import deliver_complete, starter
 from torch_c10d_ext._dims import check_dim
 from torch_c10d_ext._groups import Group, group_name
+from torch_c10d_ext._op_info import Pattern
 
 _op = torch.ops.c10d_ext.reduce_scatter.default
 _start = starter(_op)
@@ -71,3 +72,11 @@ def reduce_scatter(
 
 _vmap.register_forms("reduce_scatter", _vmap.by_rows)
 _inductor.lower("reduce_scatter")
+
+_op_info.declare(
+    "reduce_scatter",
+    pattern=Pattern.REDUCE_SCATTER,
+    wire=lambda n, given, result: given - result,
+    movable=True,
+    even=False,
+)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_c10d_ext import _inductor, _vmap
+from torch_c10d_ext import _inductor, _op_info, _vmap
 from torch_c10d_ext._async import replace, starter, writer, writes_directly
 from torch_c10d_ext._dims import check_dim, check_list, dim_to_rows
 from torch_c10d_ext._groups import Group, group_name, group_size, where
+from torch_c10d_ext._op_info import Pattern
 from torch_c10d_ext.errors import InvalidArgument
 
 _op = torch.ops.c10d_ext.reduce_scatter_tensor.default
@@ -190,3 +191,10 @@ def _to_rows(op: str, input: Tensor, scatter_dim: int, size: int, name: str) -> 
 
 _vmap.register_forms("reduce_scatter_tensor", _vmap.by_rows)
 _inductor.lower("reduce_scatter_tensor")
+
+_op_info.declare(
+    "reduce_scatter_tensor",
+    pattern=Pattern.REDUCE_SCATTER,
+    wire=lambda n, given, _: (n - 1) * given / n,
+    movable=True,
+)

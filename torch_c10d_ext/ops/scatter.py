@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_c10d_ext import _inductor, _vmap
+from torch_c10d_ext import _inductor, _op_info, _vmap
 from torch_c10d_ext._async import deliver_complete, starter
 from torch_c10d_ext._dims import check_dim
 from torch_c10d_ext._groups import Group, group_name
+from torch_c10d_ext._op_info import Pattern
 
 _op = torch.ops.c10d_ext.scatter.default
 _start = starter(_op)
@@ -63,3 +64,11 @@ def scatter(
 
 _vmap.register_forms("scatter", _vmap.by_rows)
 _inductor.lower("scatter")
+
+_op_info.declare(
+    "scatter",
+    pattern=Pattern.SCATTER,
+    wire=lambda n, _, result: (n - 1) * result,
+    movable=True,
+    even=False,
+)

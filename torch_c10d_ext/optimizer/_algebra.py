@@ -38,11 +38,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from torch_c10d_ext._op_info import traffic_of
 from torch_c10d_ext.optimizer._collectives import Collective, tensors_in, value_of
 from torch_c10d_ext.optimizer._problem import Problem
 
 _IDEMPOTENT = frozenset({"min", "max", "band", "bor"})
-_MOVES = frozenset({"all_gather_into_tensor", "broadcast"})
 _CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 # Of one tensor and numbers; an element's result depends on that element alone, to the last bit.
 _EXACT = frozenset(
@@ -88,6 +88,46 @@ def simplify(
     return _Rules(graph, p, numerics, same_bits, rank_in, spmd).run()
 
 
+class _Program:
+    """A graph that rules change, and what they look at.
+
+    Attributes:
+        by_node: the collectives that rules may take.
+        written: the storages that any node may write.
+        returned: the storages of what the graph returns.
+        place: of nodes in the graph's order.
+    """
+
+    def __init__(self, graph: Graph, p: Problem) -> None:
+        self.graph = graph
+        self.returned = {
+            s for n in next(iter(reversed(graph.nodes))).all_input_nodes for s in _storages(n)
+        }
+        # Where ranks move different sizes, what is a duplicate on one of them is none on another.
+        self.by_node = {
+            c.node: c for c in p.collectives.values() if c.symmetric and not c.form.written
+        }
+        self.written = _written_storages(graph)
+        self.place = {node: k for k, node in enumerate(graph.nodes)}
+
+    def is_still(self, *nodes: Node) -> bool:
+        """Whether nothing writes the memory of nodes, and nothing returns it."""
+        return all(
+            not (_storages(node) & self.written) and all(u.op != "output" for u in node.users)
+            for node in nodes
+        )
+
+    def awaited(self, node: Node) -> Collective | None:
+        """The collective that a node waits for."""
+        source = node.args[0] if _is_wait(node) and node.args else None
+        return self.by_node.get(source) if isinstance(source, Node) else None
+
+    def erase(self, *nodes: Node) -> None:
+        for node in nodes:
+            self.by_node.pop(node, None)
+            self.graph.erase_node(node)
+
+
 class _Rules:
     def __init__(
         self,
@@ -99,21 +139,13 @@ class _Rules:
         spmd: bool,
     ) -> None:
         self.graph, self.numerics, self.same_bits = graph, numerics, same_bits
+        self.program = _Program(graph, p)
         self.rank_in, self.spmd = rank_in, spmd
         self.result = Simplified()
         self.promise: dict[str, int] = {}
         self.groups: dict[str, int] = {}  # how many collectives each has
         for c in p.collectives.values():
             self.groups[c.group] = self.groups.get(c.group, 0) + 1
-        self.returned = {
-            s for n in next(iter(reversed(graph.nodes))).all_input_nodes for s in _storages(n)
-        }
-        # Where ranks move different sizes, what is a duplicate on one of them is none on another.
-        self.by_node = {
-            c.node: c for c in p.collectives.values() if c.symmetric and not c.form.written
-        }
-        self.written = _written_storages(graph)
-        self.place = {node: k for k, node in enumerate(graph.nodes)}
         self.counts: dict[str, int] = {}
 
     def run(self) -> Simplified:
@@ -127,9 +159,10 @@ class _Rules:
             self._part_of_sum,
         )
         for rule in rules:
-            for node in list(self.by_node):
-                if node in self.by_node and not self.by_node[node].form.coalesced:
-                    rule(node, self.by_node[node])
+            by_node = self.program.by_node
+            for node in list(by_node):
+                if node in by_node and not by_node[node].form.coalesced:
+                    rule(node, by_node[node])
         self._duplicates()
         self.result.done = [f"{count} x {what}" for what, count in self.counts.items()]
         self.result.missed = [
@@ -141,73 +174,52 @@ class _Rules:
     def _count(self, what: str) -> None:
         self.counts[what] = self.counts.get(what, 0) + 1
 
-    # --- what the rules look at ----------------------------------------------------------------
-
-    def _is_still(self, *nodes: Node) -> bool:
-        """Whether nothing writes the memory of nodes, and nothing returns it."""
-        return all(
-            not (_storages(node) & self.written) and all(u.op != "output" for u in node.users)
-            for node in nodes
-        )
-
-    def _single(self, node: Node) -> Node | None:
-        """The one wait for a collective, where nothing else uses it."""
-        users = list(node.users)
-        return users[0] if len(users) == 1 and _is_wait(users[0]) else None
-
-    def _awaited(self, node: Node) -> Collective | None:
-        """The collective that a node waits for."""
-        source = node.args[0] if _is_wait(node) and node.args else None
-        return self.by_node.get(source) if isinstance(source, Node) else None
-
-    def _erase(self, *nodes: Node) -> None:
-        for node in nodes:
-            self.by_node.pop(node, None)
-            self.graph.erase_node(node)
+    def _miss(self, what: str) -> None:
+        self.promise[what] = self.promise.get(what, 0) + 1
 
     # --- the rules -----------------------------------------------------------------------------
 
     def _duplicates(self) -> None:
         first: dict[Any, Node] = {}
-        for node, c in list(self.by_node.items()):
-            wait = self._single(node)
-            if c.form.coalesced or wait is None or not self._is_still(node, wait, *c.inputs):
+        for node, c in list(self.program.by_node.items()):
+            wait = _single(node)
+            if c.form.coalesced or wait is None or not self.program.is_still(node, wait, *c.inputs):
                 continue
             key = (c.form.namespace, c.kind, c.group, c.arguments, c.inputs)
             known = first.setdefault(key, node)
             if known is node:
                 continue
-            earlier = self._single(known)
-            if earlier is None or self.place[earlier] > self.place[wait]:
+            earlier = _single(known)
+            if earlier is None or self.program.place[earlier] > self.program.place[wait]:
                 continue
             wait.replace_all_uses_with(earlier)
-            self._erase(wait, node)
+            self.program.erase(wait, node)
             self._count(f"duplicate {c.kind} taken once")
 
     def _repeated(self, node: Node, c: Collective) -> None:
         operation = str(c.argument("reduce_op")).lower()
         if c.kind != "all_reduce" or operation not in _IDEMPOTENT:
             return
-        inner = self._awaited(c.inputs[0])
-        wait = self._single(node)
+        inner = self.program.awaited(c.inputs[0])
+        wait = _single(node)
         if (
             inner is None
             or wait is None
             or (inner.kind, inner.group, inner.arguments) != (c.kind, c.group, c.arguments)
-            or not self._is_still(node, wait, *c.inputs)
+            or not self.program.is_still(node, wait, *c.inputs)
         ):
             return
         wait.replace_all_uses_with(c.inputs[0])
-        self._erase(wait, node)
+        self.program.erase(wait, node)
         self._count(f"repeated {operation} dropped")
 
     def _constant(self, node: Node, c: Collective) -> None:
-        wait = self._single(node)
+        wait = _single(node)
         if c.kind != "all_reduce" or wait is None or c.argument("factor") is not None:
             return
         source = c.inputs[0]
         filled = _constant_of(source)
-        if filled is None or not self._is_still(node, wait, source):
+        if filled is None or not self.program.is_still(node, wait, source):
             return
         total = _reduced_constant(
             filled, value_of(source).dtype, str(c.argument("reduce_op")).lower(), c.ranks
@@ -227,17 +239,19 @@ class _Rules:
             )
         new.meta["val"] = made
         wait.replace_all_uses_with(new)
-        self._erase(wait, node)
+        self.program.erase(wait, node)
         self.groups[c.group] -= 1
         self.result.folded.setdefault(c.group, []).append(f"{c.describe()} of {filled!r}")
         self._count("all_reduce of a constant as a constant")
 
     def _own_part(self, node: Node, c: Collective) -> None:
-        wait = self._single(node)
-        if c.kind != "all_gather_into_tensor" or wait is None or not self._is_still(wait, node):
+        wait = _single(node)
+        if c.kind != "all_gather_into_tensor" or wait is None:
             return
         source = c.inputs[0]
-        if _storages(wait) & self.returned or not self._is_still(source):
+        if not self.program.is_still(wait, node):
+            return
+        if _storages(wait) & self.program.returned or not self.program.is_still(source):
             return
         if not value_of(source).is_contiguous():
             return
@@ -250,7 +264,7 @@ class _Rules:
                 self._miss("own part of a gather")
             else:
                 part.replace_all_uses_with(source)
-                self._erase(part)
+                self.program.erase(part)
                 self._count("own part of a gather as what this rank gave")
 
     def _is_own_rows(self, part: Node, whole: Node, c: Collective) -> bool:
@@ -268,13 +282,13 @@ class _Rules:
         return part.args[1:3] == (0, rank * each) and is_end and len(part.args) == 4
 
     def _part_of_sum(self, node: Node, c: Collective) -> None:
-        wait = self._single(node)
+        wait = _single(node)
         if c.kind != "all_reduce" or wait is None or not wait.users or c.ranks < 2:
             return
         if not all(self._is_own_rows(user, wait, c) for user in wait.users):
             return
         source = c.inputs[0]
-        if not self._is_still(node, wait, source) or _storages(wait) & self.returned:
+        if not self.program.is_still(node, wait, source) or _storages(wait) & self.program.returned:
             return
         if not self.same_bits(c) or not value_of(source).is_contiguous():
             return
@@ -296,18 +310,15 @@ class _Rules:
         waited.meta["val"] = new.meta["val"]
         for part in parts:
             part.replace_all_uses_with(waited)
-        self._erase(*parts, wait, node)
+        self.program.erase(*parts, wait, node)
         self._count("all_reduce whose users take a part as a reduce_scatter")
 
-    def _miss(self, what: str) -> None:
-        self.promise[what] = self.promise.get(what, 0) + 1
-
     def _elementwise(self, node: Node, c: Collective) -> None:
-        wait = self._single(node)
-        if c.kind not in _MOVES or wait is None or len(wait.users) != 1:
+        wait = _single(node)
+        if not traffic_of(c.kind).moves or wait is None or len(wait.users) != 1:
             return
         cast = next(iter(wait.users))
-        inner = self._awaited(c.inputs[0])
+        inner = self.program.awaited(c.inputs[0])
         if inner is not None and inner.kind == "reduce_scatter_tensor":
             return  # together they are an all_reduce
         given, made = value_of(c.inputs[0]), value_of(cast)
@@ -323,7 +334,7 @@ class _Rules:
                 return  # x + x
         else:
             return
-        if not given.is_contiguous() or not self._is_still(node, wait, c.inputs[0]):
+        if not given.is_contiguous() or not self.program.is_still(node, wait, c.inputs[0]):
             return
         with self.graph.inserting_before(node):
             early = self.graph.call_function(
@@ -336,26 +347,27 @@ class _Rules:
         moved.meta["val"] = _like(value_of(node), made.dtype)
         waited.meta["val"] = moved.meta["val"]
         cast.replace_all_uses_with(waited)
-        self._erase(cast, wait, node)
-        self.place[moved], self.place[waited] = self.place[node], self.place[wait]
-        self.by_node[moved] = replace(c, node=moved, inputs=(early,))
+        self.program.erase(cast, wait, node)
+        place = self.program.place
+        place[moved], place[waited] = place[node], place[wait]
+        self.program.by_node[moved] = replace(c, node=moved, inputs=(early,))
         what = "cast" if made.dtype != given.dtype else "elementwise op"
         self._count(f"{what} before {c.kind}")
-        self._elementwise(moved, self.by_node[moved])
+        self._elementwise(moved, self.program.by_node[moved])
 
     def _gather_of_scatter(self, node: Node, c: Collective) -> None:
         if c.kind != "all_gather_into_tensor":
             return
-        inner = self._awaited(c.inputs[0])
+        inner = self.program.awaited(c.inputs[0])
         if inner is None or inner.kind != "reduce_scatter_tensor" or inner.group != c.group:
             return
-        between, wait = self._single(inner.node), self._single(node)
+        between, wait = _single(inner.node), _single(node)
         if wait is None or between is None or between is not c.inputs[0]:
             return
         if len(between.users) != 1:
             return
         source = inner.inputs[0]
-        if not self.same_bits(inner) or not self._is_still(between, source):
+        if not self.same_bits(inner) or not self.program.is_still(between, source):
             return
         if (
             value_of(source).shape != value_of(node).shape
@@ -369,20 +381,20 @@ class _Rules:
             new = self.graph.call_function(op, args, {} if factor is None else {"factor": factor})
         new.meta.update(node.meta)
         node.replace_all_uses_with(new)
-        self._erase(node, between, inner.node)
+        self.program.erase(node, between, inner.node)
         self._count("all_gather of a reduce_scatter as an all_reduce")
 
     def _sum_of_sums(self, node: Node, c: Collective) -> None:
         if self.numerics != "rounding" or c.kind != "all_reduce" or c.argument("factor"):
             return
-        wait = self._single(node)
+        wait = _single(node)
         if str(c.argument("reduce_op")).lower() != "sum" or wait is None or len(wait.users) != 1:
             return
         add = next(iter(wait.users))
         if add.target is not torch.ops.aten.add.Tensor or add.args[0] is not wait or add.kwargs:
             return
         other = add.args[1]
-        second = self._awaited(other) if isinstance(other, Node) else None
+        second = self.program.awaited(other) if isinstance(other, Node) else None
         if second is None or second.node is node or not isinstance(other, Node):
             return
         if (second.kind, second.group, second.arguments) != (c.kind, c.group, c.arguments):
@@ -390,11 +402,11 @@ class _Rules:
         pair = [value_of(n) for n in (c.inputs[0], second.inputs[0])]
         if pair[0].shape != pair[1].shape or pair[0].dtype != pair[1].dtype:
             return
-        if len(other.users) != 1 or self._single(second.node) is not other:
+        if len(other.users) != 1 or _single(second.node) is not other:
             return
-        if not self._is_still(node, wait, second.node, other, c.inputs[0], second.inputs[0]):
+        if not self.program.is_still(node, wait, second.node, other, c.inputs[0], second.inputs[0]):
             return
-        last = max(node, second.node, key=lambda n: self.place[n])
+        last = max(node, second.node, key=lambda n: self.program.place[n])
         with self.graph.inserting_before(last):
             added = self.graph.call_function(add.target, (c.inputs[0], second.inputs[0]))
             added.meta["val"] = _like(pair[0], pair[0].dtype)
@@ -404,8 +416,14 @@ class _Rules:
             waited = self.graph.call_function(wait.target, (new,))
         waited.meta.update(wait.meta)
         add.replace_all_uses_with(waited)
-        self._erase(add, wait, other, node, second.node)
+        self.program.erase(add, wait, other, node, second.node)
         self._count("sum of all_reduces as one all_reduce of the sum")
+
+
+def _single(node: Node) -> Node | None:
+    """The one wait for a collective, where nothing else uses it."""
+    users = list(node.users)
+    return users[0] if len(users) == 1 and _is_wait(users[0]) else None
 
 
 def _constant_of(node: Node) -> int | float | None:

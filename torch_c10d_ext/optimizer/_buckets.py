@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from torch_c10d_ext._op_info import op_info
+from torch_c10d_ext._op_info import COALESCED, forms_of, op_info, traffic_of
 from torch_c10d_ext.optimizer._collectives import Collective, op_of, value_of
 
 # What a reduction gives may depend on where in a message an element stands, but for these: they
 # are the same in any order.
 _EXACT = frozenset({"min", "max", "band", "bor", "bxor"})
-
-_MOVES = frozenset({"all_gather_into_tensor", "broadcast"})
 
 
 _NOTES = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "partitioner_tag", "seq_nr")
@@ -45,12 +43,13 @@ def bucket_key(
         if not c.even or not _is_plain(c, written):
             return None, "its parts are uneven, or its input is not contiguous or written in place"
         return (c.form.namespace, c.kind, c.group, value.device), ""
-    if c.kind not in _MOVES and c.kind not in ("all_reduce", "reduce_scatter_tensor"):
+    if COALESCED not in forms_of(c.kind):
         return None, f"{c.kind} has no form for several tensors"
-    if c.kind not in _MOVES and not same_bits(c):
+    moves = traffic_of(c.kind).moves
+    if not moves and not same_bits(c):
         return None, "the backend's sums depend on an element's place in a message"
     # What only moves may travel as bytes, whatever it means.
-    dtype = None if c.kind in _MOVES and _is_plain(c, written) else value.dtype
+    dtype = None if moves and _is_plain(c, written) else value.dtype
     return (c.form.namespace, c.kind, c.group, c.arguments, dtype, value.device), ""
 
 

@@ -8,18 +8,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from torch_c10d_ext._op_info import WIRE, OpInfo
+from torch_c10d_ext._op_info import OpInfo, Pattern, traffic_of
 
 OpOverload: Any = type(torch.ops.aten.add.Tensor)
 OpOverloadPacket: Any = type(torch.ops.aten.add)
-
-# Kinds whose size is the same on every rank, whatever the rank.
-SYMMETRIC = frozenset(
-    {"all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "reduce"}
-    | {"permute_tensor"}
-)
-# Kinds that may be moved, though their sizes may differ between ranks.
-UNEVEN = frozenset({"all_to_all_single", "all_gather", "reduce_scatter", "gather", "scatter"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +100,7 @@ def read_collective(node: Node, form: OpInfo, roles: dict[str, int], size_of: An
         even = len(splits) <= 1 and splits == known
         symmetric = even or not known
     else:
-        symmetric = form.kind in SYMMETRIC
+        symmetric = traffic_of(form.kind).even
     role = roles.setdefault(group, len(roles))
     return Collective(node, form, group, role, ranks, tuple(inputs), rest, symmetric, even)
 
@@ -127,12 +119,12 @@ def wire_bytes(kind: str, ranks: int, given: float, result: float) -> float:
     """
     if ranks == 1:
         return 0.0
-    share = (ranks - 1) / ranks
-    if kind == "all_gather":
-        return share * result
-    if kind in ("reduce_scatter", "all_to_all_single"):
-        return share * given
-    return float(WIRE[kind](ranks, given, result)) if kind in WIRE else given
+    traffic = traffic_of(kind)
+    if not traffic.even and traffic.pattern not in (Pattern.GATHER, Pattern.SCATTER):
+        # All ranks know the larger buffer, and what the others have of it.
+        larger = result if traffic.pattern is Pattern.ALL_GATHER else given
+        return traffic.wire_of_larger(ranks, larger)
+    return float(traffic.wire(ranks, given, result))
 
 
 def shape_text(node: Node) -> str:

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from torch_c10d_ext.optimizer._optimize import Settings, optimized_graph
+from torch_c10d_ext.optimizer._optimize import optimized_graph
+from torch_c10d_ext.optimizer._settings import Settings
 
 
 def make_backend(settings: Settings, explain: bool) -> Callable[..., Any]:

@@ -18,9 +18,10 @@ from torch_c10d_ext._inductor import _fingerprint
 from torch_c10d_ext._op_info import op_info
 from torch_c10d_ext.optimizer._collectives import op_of, value_of, wire_bytes
 from torch_c10d_ext.optimizer._costs import UNKNOWN_SIZE, Costs
-from torch_c10d_ext.optimizer._optimize import DEFAULT_MEMORY, Settings, optimized_graph
+from torch_c10d_ext.optimizer._optimize import optimized_graph
 from torch_c10d_ext.optimizer._plan import choose_plan
 from torch_c10d_ext.optimizer._problem import Problem
+from torch_c10d_ext.optimizer._settings import DEFAULT_MEMORY, Settings
 from torch_c10d_ext.report import Compute
 
 _log = logging.getLogger("torch_c10d_ext")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch_c10d_ext.optimizer._optimize import Settings
+from torch_c10d_ext.optimizer._settings import Settings
 
 
 def communication_options(

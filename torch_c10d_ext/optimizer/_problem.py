@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from torch_c10d_ext._op_info import NAMESPACES, SILENT, op_info
+from torch_c10d_ext._op_info import NAMESPACES, SILENT, op_info, traffic_of
 from torch_c10d_ext.optimizer._collectives import (
-    SYMMETRIC,
-    UNEVEN,
     Collective,
     OpOverload,
     op_of,
@@ -124,18 +122,81 @@ def read_problem(graph: Graph, costs: Costs, size_of: Any) -> Problem:
     return _Reader(graph, costs, size_of).read()
 
 
-class _Reader:
-    def __init__(self, graph: Graph, costs: Costs, size_of: Any) -> None:
-        self.graph, self.costs, self.size_of = graph, costs, size_of
-        self.p = Problem()
-        self.number: dict[Node, int] = {}
-        self.roles: dict[str, int] = {}
-        self.storages_of: list[tuple[int, ...]] = []  # of a node's result
+class _Memory:
+    """The storages of a graph's results, and who may not pass whom for what they hold."""
+
+    def __init__(self, p: Problem, costs: Costs) -> None:
+        self.p, self.costs = p, costs
         self.storage: dict[int, int] = {}  # the address of a fake storage -> its number
         self.writer: dict[int, int] = {}  # storage -> who wrote it last
         self.readers: dict[int, list[int]] = {}  # storage -> who read it since
         self.flying: dict[int, int] = {}  # storage -> the collective that writes it
         self.lent: dict[int, int] = {}  # storage -> the collective in flight that reads it
+
+    def storages(
+        self, i: int, value: Any, viewed: tuple[int, ...], held: bool = False
+    ) -> tuple[int, ...]:
+        """The storages of a result: known ones, those of a viewed argument, or new ones."""
+        p = self.p
+        found: dict[int, None] = {}
+        for tensor in tensors_in(value):
+            address = tensor.untyped_storage()._cdata
+            s = self.storage.get(address)
+            if s is None:
+                if viewed:
+                    found.update(dict.fromkeys(viewed))
+                    continue
+                s = self.storage[address] = len(p.size)
+                p.size.append(0 if held else self.costs.storage_bytes(tensor))
+                p.maker.append(-1 if held else i)
+                p.users.append([])
+                if not held:
+                    p.made[i].append(s)
+            found[s] = None
+        return tuple(found)
+
+    def element(self, i: int, value: Any, owner: tuple[int, ...]) -> tuple[int, ...]:
+        if len(owner) <= 1:
+            return self.storages(i, value, owner)
+        known = tuple(
+            s
+            for t in tensors_in(value)
+            if (s := self.storage.get(t.untyped_storage()._cdata)) is not None
+        )
+        return known or owner
+
+    def use(self, i: int, storages: tuple[int, ...]) -> None:
+        p = self.p
+        for s in storages:
+            if p.maker[s] >= 0 and (not p.users[s] or p.users[s][-1] != i):
+                p.users[s].append(i)
+                p.used[i].append(s)
+
+    def read(self, i: int, s: int, follows: set[int]) -> None:
+        if s in self.writer:
+            follows.add(self.writer[s])
+        self.readers.setdefault(s, []).append(i)
+
+    def write(self, i: int, s: int, follows: set[int]) -> None:
+        if s in self.lent:
+            raise Unsupported(
+                f"what is in flight must be left alone until its wait, got {self.p.nodes[i].name}, "
+                f"which writes what {self.p.nodes[self.lent[s]].name} reads"
+            )
+        if s in self.writer:
+            follows.add(self.writer[s])
+        follows.update(self.readers.pop(s, ()))
+        self.writer[s] = i
+
+
+class _Reader:
+    def __init__(self, graph: Graph, costs: Costs, size_of: Any) -> None:
+        self.graph, self.costs, self.size_of = graph, costs, size_of
+        self.p = Problem()
+        self.memory = _Memory(self.p, costs)
+        self.number: dict[Node, int] = {}
+        self.roles: dict[str, int] = {}
+        self.storages_of: list[tuple[int, ...]] = []  # of a node's result
         self.chain: int | None = None  # the last node whose order among its kind counts
         self.fence: int | None = None  # the last call that no collective passes
         self.since: list[int] = []  # starts and waits since then
@@ -166,14 +227,14 @@ class _Reader:
         form = op_info(op) if op is not None else None
         value = value_of(node)
         if node.op in ("placeholder", "get_attr"):
-            self.storages_of.append(self._storages(i, value, (), held=True))
+            self.storages_of.append(self.memory.storages(i, value, (), held=True))
             return
         if node.op == "output":
             self.storages_of.append(())
             for start in p.collectives:  # what is in flight ends with the graph
                 follows.add(start)
             for n in given:
-                self._use(i, self.storages_of[n])
+                self.memory.use(i, self.storages_of[n])
             p.follows[i] = sorted(follows)
             return
         if node.op != "call_function":
@@ -184,14 +245,14 @@ class _Reader:
             self._wait(i, node, given, follows, value)
         elif form is not None and form.kind in SILENT:
             viewed = tuple(s for n in given for s in self.storages_of[n])
-            self.storages_of.append(self._storages(i, value, viewed))
+            self.storages_of.append(self.memory.storages(i, value, viewed))
         elif form is not None:
             self._communicate(i, node, op, form, given, follows, value)
         else:
             self._compute(i, node, op, given, follows, value)
-        self._use(i, self.storages_of[i])
+        self.memory.use(i, self.storages_of[i])
         for n in given:
-            self._use(i, self.storages_of[n])
+            self.memory.use(i, self.storages_of[n])
         follows.discard(i)
         p.follows[i] = sorted(follows)
 
@@ -200,8 +261,8 @@ class _Reader:
     def _wait(self, i: int, node: Node, given: list[int], follows: set[int], value: Any) -> None:
         p = self.p
         viewed = self.storages_of[given[0]] if given else ()
-        self.storages_of.append(self._storages(i, value, viewed))
-        starts = {self.flying[s] for s in viewed if s in self.flying}
+        self.storages_of.append(self.memory.storages(i, value, viewed))
+        starts = {self.memory.flying[s] for s in viewed if s in self.memory.flying}
         if len(starts) > 1:
             raise Unsupported(f"a wait must end one collective, got {node.name} of {len(starts)}")
         for start in starts:
@@ -209,15 +270,15 @@ class _Reader:
             follows.add(start)
             for n in p.collectives[start].inputs:
                 sources = self.storages_of[self.number[n]]
-                self._use(i, sources)
+                self.memory.use(i, sources)
                 for s in sources:
-                    self.lent.pop(s, None)
+                    self.memory.lent.pop(s, None)
                     if s not in viewed:
-                        self._read(i, s, follows)
+                        self.memory.read(i, s, follows)
             for s in viewed:
-                self.flying.pop(s, None)
+                self.memory.flying.pop(s, None)
         for s in viewed:
-            self._write(i, s, follows)
+            self.memory.write(i, s, follows)
         self._keep_behind_fence(i, follows)
 
     def _communicate(
@@ -233,9 +294,9 @@ class _Reader:
         p = self.p
         p.idle[i] = False
         self._check_landed(node, given)
-        movable = form.kind in SYMMETRIC or form.kind in UNEVEN
+        movable = traffic_of(form.kind).movable
         if not movable or form.namespace not in ("c10d_ext", "_c10d_functional"):
-            self.storages_of.append(self._storages(i, value, ()))
+            self.storages_of.append(self.memory.storages(i, value, ()))
             self._touch_all(i, given, follows)
             self._as_fence(i, follows)
             self._as_link(i, follows)
@@ -253,16 +314,16 @@ class _Reader:
             if "out" in node.kwargs:
                 written = (node.kwargs["out"],)
             targets = tuple(s for n in written for s in self.storages_of[self.number[n]])
-            self.storages_of.append(self._storages(i, value, targets))
+            self.storages_of.append(self.memory.storages(i, value, targets))
         else:
-            self.storages_of.append(self._storages(i, value, ()))
+            self.storages_of.append(self.memory.storages(i, value, ()))
             targets = self.storages_of[i]
         for s in sources:
-            self._read(i, s, follows)
+            self.memory.read(i, s, follows)
         for s in targets:
-            self._write(i, s, follows)
-            self.flying[s] = i
-        self.lent.update(dict.fromkeys(sources, i))
+            self.memory.write(i, s, follows)
+            self.memory.flying[s] = i
+        self.memory.lent.update(dict.fromkeys(sources, i))
         self._keep_behind_fence(i, follows)
         costs = self.costs
         # Where a result is written to sends nothing, but for what is both.
@@ -282,7 +343,7 @@ class _Reader:
         if op is None:
             if node.target is operator.getitem and tensors_in(value):
                 self.storages_of.append(
-                    self._element(i, value, self.storages_of[given[0]] if given else ())
+                    self.memory.element(i, value, self.storages_of[given[0]] if given else ())
                 )
             elif not tensors_in(value) and _is_plain(node.target):
                 self.storages_of.append(())
@@ -297,7 +358,7 @@ class _Reader:
         viewed = self._storages_in(traits.viewed, arguments)
         written = self._storages_in(traits.written, arguments)
         before = len(p.size)
-        self.storages_of.append(self._storages(i, value, (*viewed, *written)))
+        self.storages_of.append(self.memory.storages(i, value, (*viewed, *written)))
         if traits.ordered:
             self._as_link(i, follows)
         made = len(p.size) > before
@@ -311,9 +372,9 @@ class _Reader:
             p.seconds[i] = self.costs.seconds(node, op)
         for n in given:
             for s in self.storages_of[n]:
-                self._read(i, s, follows)
+                self.memory.read(i, s, follows)
         for s in written:
-            self._write(i, s, follows)
+            self.memory.write(i, s, follows)
 
     def _higher_order(
         self, i: int, node: Node, given: list[int], follows: set[int], value: Any
@@ -323,47 +384,15 @@ class _Reader:
         p.idle[i] = False
         self._check_landed(node, given)
         shared = tuple(s for n in given for s in self.storages_of[n])
-        self.storages_of.append(self._storages(i, value, ()))
+        self.storages_of.append(self.memory.storages(i, value, ()))
         p.seconds[i] = self.costs.seconds(node, node.target)
         for s in shared:
-            self._write(i, s, follows)
+            self.memory.write(i, s, follows)
         self._as_link(i, follows)
         if _communicates(node):
             self._as_fence(i, follows)
 
     # --- memory --------------------------------------------------------------------------------
-
-    def _storages(
-        self, i: int, value: Any, viewed: tuple[int, ...], held: bool = False
-    ) -> tuple[int, ...]:
-        """The storages of a result: known ones, those of a viewed argument, or new ones."""
-        p = self.p
-        found: dict[int, None] = {}
-        for tensor in tensors_in(value):
-            address = tensor.untyped_storage()._cdata
-            s = self.storage.get(address)
-            if s is None:
-                if viewed:
-                    found.update(dict.fromkeys(viewed))
-                    continue
-                s = self.storage[address] = len(p.size)
-                p.size.append(0 if held else self.costs.storage_bytes(tensor))
-                p.maker.append(-1 if held else i)
-                p.users.append([])
-                if not held:
-                    p.made[i].append(s)
-            found[s] = None
-        return tuple(found)
-
-    def _element(self, i: int, value: Any, owner: tuple[int, ...]) -> tuple[int, ...]:
-        if len(owner) <= 1:
-            return self._storages(i, value, owner)
-        known = tuple(
-            s
-            for t in tensors_in(value)
-            if (s := self.storage.get(t.untyped_storage()._cdata)) is not None
-        )
-        return known or owner
 
     def _storages_in(self, names: tuple[str, ...], arguments: dict[str, Any]) -> tuple[int, ...]:
         found: dict[int, None] = {}
@@ -374,42 +403,19 @@ class _Reader:
                     found.update(dict.fromkeys(self.storages_of[self.number[n]]))
         return tuple(found)
 
-    def _use(self, i: int, storages: tuple[int, ...]) -> None:
-        p = self.p
-        for s in storages:
-            if p.maker[s] >= 0 and (not p.users[s] or p.users[s][-1] != i):
-                p.users[s].append(i)
-                p.used[i].append(s)
-
-    def _read(self, i: int, s: int, follows: set[int]) -> None:
-        if s in self.writer:
-            follows.add(self.writer[s])
-        self.readers.setdefault(s, []).append(i)
-
-    def _write(self, i: int, s: int, follows: set[int]) -> None:
-        if s in self.lent:
-            raise Unsupported(
-                f"what is in flight must be left alone until its wait, got {self.p.nodes[i].name}, "
-                f"which writes what {self.p.nodes[self.lent[s]].name} reads"
-            )
-        if s in self.writer:
-            follows.add(self.writer[s])
-        follows.update(self.readers.pop(s, ()))
-        self.writer[s] = i
-
     def _touch_all(self, i: int, given: list[int], follows: set[int]) -> None:
         for n in given:
             for s in self.storages_of[n]:
-                self._write(i, s, follows)
+                self.memory.write(i, s, follows)
 
     def _check_landed(self, node: Node, given: list[int]) -> None:
         """Whether what a node computes with has arrived."""
         for n in given:
             for s in self.storages_of[n]:
-                if s in self.flying:
+                if s in self.memory.flying:
                     raise Unsupported(
                         f"a result must be waited for before it is used, got {node.name}, which "
-                        f"uses that of {self.p.nodes[self.flying[s]].name}"
+                        f"uses that of {self.p.nodes[self.memory.flying[s]].name}"
                     )
 
     # --- order ---------------------------------------------------------------------------------

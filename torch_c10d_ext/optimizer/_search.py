@@ -48,11 +48,7 @@ class Search:
     ) -> None:
         self.p, self.keys, self.sizes, self.cap, self.limit = p, keys, sizes, cap, limit
         self.count = len(p.nodes) - 1
-        # Waits that need nothing but their launch: those may come early.
-        self.waits = {
-            start: [w for w in waits if p.follows[w] == [start]]
-            for start, waits in p.waits().items()
-        }
+        self.writer = _Writer(p)
         self.work = 0
         self.state = 2463534242
         # By node: the nodes of the search that it follows, through those that are none.
@@ -300,25 +296,41 @@ class Search:
         parts = [p if len(p) > 1 else p[0] for p in (members[:cut], members[cut:])]
         return [*steps[:at], *parts, *steps[at + 1 :]]
 
-    # --- orders of all nodes -------------------------------------------------------------------
-
     def written(self, steps: Sequence[Step]) -> tuple[list[Step], float]:
-        """The order of all nodes, and the most bytes that it holds at once.
+        """The order of all nodes, and the most bytes that it holds at once."""
+        order, peak, passes = self.writer.write(steps, self.limit)
+        self.work += passes * self.count
+        return order, peak
+
+
+class _Writer:
+    """Writes the order of all nodes from that of the search's steps."""
+
+    def __init__(self, p: Problem) -> None:
+        self.p, self.count = p, len(p.nodes) - 1
+        # Waits that need nothing but their launch: those may come early.
+        self.waits = {
+            start: [w for w in waits if p.follows[w] == [start]]
+            for start, waits in p.waits().items()
+        }
+
+    def write(self, steps: Sequence[Step], limit: float) -> tuple[list[Step], float, int]:
+        """The order, the most bytes that it holds at once, and how many passes that took.
 
         Waits come as late as they may; where that takes too much memory, as soon as they take no
         time, since what has landed frees what it was made of.
         """
         order: list[Step] = []
-        peak = float("inf")
+        peak, passes = float("inf"), 0
         for early in (False, True):
-            self.work += self.count
+            passes += 1
             order = self._expand(steps, early)
             flat = [i for step in order for i in _members(step)]
             flat.append(self.count)
             peak = peak_of(self.p, flat)
-            if peak <= self.limit:
+            if peak <= limit:
                 break
-        return order, peak
+        return order, peak, passes
 
     def _expand(self, steps: Sequence[Step], early: bool) -> list[Step]:
         p = self.p

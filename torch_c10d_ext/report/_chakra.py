@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch_c10d_ext._op_info import Pattern
+
 VERSION = "0.0.4"
 
 # NodeType.
@@ -16,22 +18,17 @@ COMPUTATION, SEND, RECEIVE, COLLECTIVE = 4, 5, 6, 7
 
 # CollectiveCommType.
 KINDS = {
-    "all_reduce": 0,
-    "reduce_from_group": 0,
-    "reduce": 1,
-    "all_gather": 2,
-    "all_gather_into_tensor": 2,
-    "gather": 3,
-    "scatter": 4,
-    "broadcast": 5,
-    "all_to_all_single": 6,
+    Pattern.ALL_REDUCE: 0,
+    Pattern.REDUCE: 1,
+    Pattern.ALL_GATHER: 2,
+    Pattern.GATHER: 3,
+    Pattern.SCATTER: 4,
+    Pattern.BROADCAST: 5,
+    Pattern.ALL_TO_ALL: 6,
     # A permutation sends to one rank what an all-to-all sends to all of them.
-    "permute_tensor": 6,
-    "batch_isend_irecv": 6,
-    "batch_p2p_ops": 6,
-    "reduce_scatter": 7,
-    "reduce_scatter_tensor": 7,
-    "barrier": 9,
+    Pattern.MESSAGE: 6,
+    Pattern.REDUCE_SCATTER: 7,
+    Pattern.BARRIER: 9,
 }
 
 

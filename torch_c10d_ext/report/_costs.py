@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from torch_c10d_ext._op_info import traffic_of
+
 
 @dataclass(frozen=True)
 class Link:
@@ -44,10 +46,8 @@ class Link:
         """How many messages of a collective must wait for one another."""
         if ranks == 1:
             return 0
-        if op in ("permute_tensor", "isend", "irecv", "batch_isend_irecv", "batch_p2p_ops"):
-            return 1
         steps = ranks - 1 if self.algorithm == "ring" else math.ceil(math.log2(ranks))
-        return 2 * steps if op in ("all_reduce", "reduce_from_group", "barrier") else steps
+        return traffic_of(op).pattern.passes * steps or 1
 
     def seconds(self, op: str, ranks: int, wire_bytes: float) -> float:
         """How long a collective takes that has the link for itself.

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from torch_c10d_ext._groups import group_name, process_group
-from torch_c10d_ext._op_info import NAMESPACES, WIRE, OpInfo, op_info
+from torch_c10d_ext._op_info import NAMESPACES, TRAFFIC, OpInfo, op_info
 from torch_c10d_ext.report._flops import flops
 
 # --- the graph -----------------------------------------------------------------------------------
@@ -227,6 +227,7 @@ def wire_of(call: Call, sizes: Sizes, result: Any, group: str) -> Any:
     values = [value_of(node) for node in call.inputs]
     b, out = (sympy.sympify(sizes.bytes_of(value)) for value in (values, result))
     op = call.info.kind
+    # Of these the arguments tell who gets how much: the table's row is that of equal parts.
     if op == "all_to_all_single":
         rank = pg.rank()
         sent, received = (
@@ -247,10 +248,10 @@ def wire_of(call: Call, sizes: Sizes, result: Any, group: str) -> Any:
         return sympy.Max(outgoing, b - outgoing)
     if op == "permute_tensor" and list(call.arguments["src_dst"]) == list(range(n)):
         return sympy.Integer(0)
-    if op in WIRE:
-        return WIRE[op](n, b, out)
+    if op in TRAFFIC:
+        return TRAFFIC[op].wire(n, b, out)
     raise ValueError(
-        f"communication_report: a collective must have a row of torch_c10d_ext._op_info.WIRE, "
+        f"communication_report: a collective must have a row of torch_c10d_ext._op_info.TRAFFIC, "
         f"got {call.op}"
     )
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch_c10d_ext._op_info import kind_of
+from torch_c10d_ext._op_info import kind_of, traffic_of
 from torch_c10d_ext.report import _chakra
 
 
@@ -268,7 +268,7 @@ class CommunicationReport:
                 op = kind_of(call.op)
                 kind = {"isend": _chakra.SEND, "irecv": _chakra.RECEIVE}.get(op, _chakra.COLLECTIVE)
                 if kind == _chakra.COLLECTIVE:
-                    about["comm_type"] = _chakra.KINDS[op]
+                    about["comm_type"] = _chakra.KINDS[traffic_of(op).pattern]
                 about |= {"comm_size": round(step.bytes), "pg_name": call.group}
             nodes.append(
                 _chakra.ChakraNode(i, step.node, kind, step.start, step.seconds, after, about)

@@ -5,15 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from torch_c10d_ext._op_info import Pattern, traffic_of
 from torch_c10d_ext.report._costs import Link
 
 # The parts of a large all_reduce that are in different steps at once, as the backend has them.
 _PART, _PARTS = 1 << 20, 8
-
-_BOTH_WAYS = ("all_reduce", "reduce_from_group")
-_GATHERS = ("all_gather_into_tensor", "all_gather", "gather")
-_SCATTERS = ("reduce_scatter_tensor", "reduce_scatter", "scatter")
-_MESSAGES = ("permute_tensor", "isend", "irecv", "batch_isend_irecv", "batch_p2p_ops")
 
 
 @dataclass(frozen=True)
@@ -77,25 +73,28 @@ class Topology:
             hosts.times("all_reduce", 4096, 16 << 20)
         """
         hosts, here = self.hosts(ranks), min(ranks, self.ranks_per_host)
+        traffic = traffic_of(op)
         if hosts == 1:
-            return {"flat": self.inside.seconds(op, ranks, _wire(op, ranks, size))}
+            return {"flat": self.inside.seconds(op, ranks, traffic.wire_of_larger(ranks, size))}
         far, near = self.between, self.inside
         # Bytes over one host's link.
-        across = size if op in (*_MESSAGES, "broadcast", "reduce") else _wire(op, hosts, size)
-        if op == "all_to_all_single":
+        across = traffic.wire_of_larger(hosts, size)
+        if traffic.pattern is Pattern.ALL_TO_ALL:
             across *= here
-        flat = across if op == "all_to_all_single" else _wire(op, ranks, size)
+            flat = across
+        else:
+            flat = traffic.wire_of_larger(ranks, size)
         times = {"flat": far.seconds(op, ranks, flat)}
-        if here == 1 or op in _MESSAGES:
+        if here == 1 or traffic.pattern is Pattern.MESSAGE:
             return times
         between = far.seconds(op, hosts, across)
-        inside = near.seconds(op, here, _wire(op, here, size))
-        if op in _BOTH_WAYS:
+        inside = near.seconds(op, here, traffic.wire_of_larger(here, size))
+        if traffic.pattern is Pattern.ALL_REDUCE:
             parts = min(max(int(size) // _PART, 1), _PARTS)
             times["rails"] = max(between, inside) + min(between, inside) / parts
             times["leaders"] = between + 2 * near.seconds("broadcast", here, size)
             times["whole"] = inside + far.seconds(op, hosts, across * here)
-        elif op == "all_to_all_single":
+        elif traffic.pattern is Pattern.ALL_TO_ALL:
             times["rails"] = max(between, inside)
         else:
             times["rails"] = between + inside
@@ -103,17 +102,6 @@ class Topology:
 
     def seconds(self, op: str, ranks: int, wire_bytes: float) -> float:
         """How long a collective takes that has the links for itself, as :meth:`Link.seconds`."""
-        one = _wire(op, ranks, 1.0)
+        one = traffic_of(op).wire_of_larger(ranks, 1.0)
         times = self.times(op, ranks, wire_bytes / one if one else 0.0)
         return times.get(self.algorithm or "", min(times.values()))
-
-
-def _wire(op: str, ranks: int, size: float) -> float:
-    """The bytes over one rank's link in one direction."""
-    if ranks == 1 or op == "barrier":
-        return 0.0
-    if op in _BOTH_WAYS:
-        return 2 * (ranks - 1) / ranks * size
-    if op in (*_GATHERS, *_SCATTERS, "all_to_all_single"):
-        return (ranks - 1) / ranks * size
-    return size
