@@ -674,6 +674,7 @@ def _lose_step(name: str, odd: int) -> None:
         assert "the group is broken since " in ended.text and text in ended.text, ended.text
         assert f"(rank {rank}/{size}, " in ended.text
     assert all(torch.equal(out, torch.full_like(out, 7.0)) for out in (*outs, after))
+    assert _C.pending_count() == 0
     dist.destroy_process_group(group)
     check_works()  # the other groups of these ranks
 

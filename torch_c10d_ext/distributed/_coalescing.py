@@ -183,10 +183,16 @@ class CoalescingManager:
             self._works.append(work)
 
     def wait(self) -> None:
-        """Waits for the calls of a block with ``async_ops=True``."""
-        for work in self._works:
-            work.wait()
-        self._works = []
+        """Waits for the calls of a block with ``async_ops=True``, and raises the first error."""
+        works, self._works = self._works, []
+        error: Exception | None = None
+        for work in works:  # all of them: a failed work is known until somebody has waited for it
+            try:
+                work.wait()
+            except Exception as failed:
+                error = error or failed
+        if error is not None:
+            raise error
 
     def _fire(self) -> None:
         self._check()
