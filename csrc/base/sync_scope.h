@@ -6,8 +6,8 @@ namespace c10d_ext {
 // would wait next. Nothing is attached to a storage then, and no progress thread is woken.
 class SyncScope {
  public:
-  explicit SyncScope(bool at_once) : before_(here()) {
-    here() = at_once;
+  explicit SyncScope(bool is_sync) : before_(here()) {
+    here() = is_sync;
   }
   ~SyncScope() {
     here() = before_;

@@ -43,7 +43,7 @@ constexpr size_t kShort = 1024;
 constexpr size_t kMostStrangers = 1024;
 constexpr size_t kMostOfAName = 64;
 // Between two looks into the store.
-constexpr milliseconds kGlance{10};
+constexpr milliseconds kRetryPause{10};
 // For one address to answer at all.
 constexpr milliseconds kReach{3000};
 
@@ -401,7 +401,7 @@ Connections join_lines(const KeyValueStore& store, const Place& place, const Mem
     if (deadline.passed()) {
       throw std::runtime_error("rank 0 did not say where it is " + deadline.within());
     }
-    deadline.pause(kGlance);
+    deadline.pause(kRetryPause);
   }
   std::istringstream where(store.get(kKey, milliseconds(5000)));
   std::string token;

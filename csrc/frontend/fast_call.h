@@ -150,7 +150,7 @@ PyObject* enter_to_write(const c10::TypedOperatorHandle<Return(Parameters...)>& 
                          const Entry& entry, const Call& call, std::index_sequence<I...>) {
   std::array<PyObject*, sizeof...(Parameters)> places{};
   std::tuple<typename Kept<Parameters>::type...> kept;
-  const bool at_once = call.arguments[0] != Py_True;
+  const bool is_sync = call.arguments[0] != Py_True;
   if (is_watched() ||
       !entry.bind({call.arguments + 1, call.positional - 1, call.keywords}, places.data()) ||
       !(read(places[I], std::get<I>(kept)) && ...) || !(is_plain(std::get<I>(kept)) && ...)) {
@@ -158,7 +158,7 @@ PyObject* enter_to_write(const c10::TypedOperatorHandle<Return(Parameters...)>& 
   }
   const bool done = run([&] {
     const c10::AutoGradMode no_grad(false);
-    const SyncScope manner(at_once);
+    const SyncScope manner(is_sync);
     handle.call(std::get<I>(kept)...);
   });
   if (!done) {

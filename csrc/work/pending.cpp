@@ -155,7 +155,7 @@ class StartedHere {
 struct Last {
   const c10::StorageImpl* storage = nullptr;
   PendingWorkPtr work;
-  WorkInfo facts;
+  WorkInfo info;
 };
 
 Last& last_here() {
@@ -294,8 +294,8 @@ void attach_message(const c10::intrusive_ptr<c10d::Work>& message) {
   started_here().add(PendingWorkPtr::reclaim_copy(work));
 }
 
-void note_over(const at::Tensor& output, const WorkInfo& facts) {
-  last_here() = {storage_of(output), {}, facts};
+void note_over(const at::Tensor& output, const WorkInfo& info) {
+  last_here() = {storage_of(output), {}, info};
 }
 
 void wait(const at::Tensor& t) {
@@ -372,7 +372,7 @@ c10::intrusive_ptr<c10d::Work> started_work_of(const at::Tensor& t) {
     return {};
   }
   return last.work ? last.work
-                   : c10::make_intrusive<PendingWork>(last.facts, std::vector<at::Tensor>{t});
+                   : c10::make_intrusive<PendingWork>(last.info, std::vector<at::Tensor>{t});
 }
 
 c10::intrusive_ptr<c10d::Work> work_behind(const at::Tensor& t) {
@@ -381,11 +381,11 @@ c10::intrusive_ptr<c10d::Work> work_behind(const at::Tensor& t) {
   }
   // It is over, and its work has released the result.
   const auto& last = last_here();
-  WorkInfo facts;
+  WorkInfo info;
   if (last.storage != nullptr && last.storage == storage_of(t)) {
-    facts = last.work ? last.work->facts() : last.facts;
+    info = last.work ? last.work->info() : last.info;
   }
-  return c10::make_intrusive<PendingWork>(facts, std::vector<at::Tensor>{t});
+  return c10::make_intrusive<PendingWork>(info, std::vector<at::Tensor>{t});
 }
 
 void bind_works(pybind11::module_& m) {

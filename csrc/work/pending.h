@@ -97,7 +97,7 @@ c10::intrusive_ptr<c10d::Work> work_of(const at::Tensor& t);
 
 // Of a collective on `output` that was complete when its start returned: remembered until this
 // thread starts the next one.
-void note_over(const at::Tensor& output, const WorkInfo& facts);
+void note_over(const at::Tensor& output, const WorkInfo& info);
 
 // The newest work that writes `t`'s storage; where it was over at once, one that tells of it; null
 // where nothing was started.

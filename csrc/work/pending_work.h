@@ -66,13 +66,13 @@ class PendingWork final : public RequestWork {
   }
 
   // A collective of `op` that was over when its start returned.
-  PendingWork(const WorkInfo& facts, at::TensorList outputs)
-      : RequestWork(-1, facts.type, own_),
+  PendingWork(const WorkInfo& info, at::TensorList outputs)
+      : RequestWork(-1, info.type, own_),
         text_("work"),
         outputs_(aliases_of(outputs)),
         subscribe_(nullptr) {
-    own_.set_number(facts.number);
-    own_.set_milliseconds(facts.milliseconds);
+    own_.set_number(info.number);
+    own_.set_milliseconds(info.milliseconds);
     own_.end(nullptr);
   }
 
@@ -140,7 +140,7 @@ class PendingWork final : public RequestWork {
   bool hand_out();
 
   // Once it is over.
-  WorkInfo facts() const {
+  WorkInfo info() const {
     return {opType_, own_.number(), own_.milliseconds()};
   }
 

@@ -30,7 +30,7 @@ namespace {
 using std::string_view;
 
 // How long a group that is destroyed with work in flight waits for it.
-constexpr std::chrono::milliseconds kGrace{5000};
+constexpr std::chrono::milliseconds kCloseGrace{5000};
 
 // The request with aliases of what it writes and of `sources`, that nobody else can release. One
 // tensor stays one.
@@ -231,7 +231,7 @@ CheckedBackend::WorkPtr CheckedBackend::post_message(
 }
 
 void CheckedBackend::leave() {
-  agreement_->leave(kGrace);
+  agreement_->leave(kCloseGrace);
   std::vector<c10::weak_intrusive_ptr<c10d::Work>> messages;
   {
     std::lock_guard lock(messages_mutex_);

@@ -335,7 +335,7 @@ void Coordinator::answer(const Question& question) {
         text << "; rank " << rank << " is "
              << (at == 0 ? "before its first collective" : "at collective " + std::to_string(at));
       }
-      end_for_all({Kind::Timeout, ranks, text.str(), kGrace});
+      end_for_all({Kind::Timeout, ranks, text.str(), kDataGrace});
     }
   } else if (has_lost_some()) {
     end_for_all(lost());
@@ -349,7 +349,7 @@ void Coordinator::answer(const Question& question) {
     if (!ranks.empty()) {
       text << "; no answer from " << roster_.describe(ranks, state_of);
     }
-    end_for_all({Kind::Timeout, ranks, text.str(), kGrace});
+    end_for_all({Kind::Timeout, ranks, text.str(), kDataGrace});
   }
 }
 
@@ -365,7 +365,7 @@ End Coordinator::lost() const {
       gone.push_back(static_cast<int>(rank));
       // What would come over a link that is down the kernel has waited for.
       grace = left_[rank] == kUnreachable ? std::chrono::milliseconds(0)
-              : left_[rank] == kGone      ? kGrace
+              : left_[rank] == kGone      ? kDataGrace
                                           : grace;
     }
   }

@@ -79,7 +79,7 @@ void Participant::lose_root(const std::string& how) {
     calls_.finish({Kind::RankLost,
                    {0},
                    roster_.describe(0, how),
-                   how == kUnreachable ? Milliseconds(0) : kGrace});
+                   how == kUnreachable ? Milliseconds(0) : kDataGrace});
   }
 }
 
@@ -105,7 +105,7 @@ void Participant::look(Clock::time_point now) {
     calls_.finish({Kind::Timeout,
                    {0},
                    "the " + late.unanswered + ", got no answer from " + roster_.describe(0, state),
-                   kGrace});
+                   kDataGrace});
   }
 }
 

@@ -65,7 +65,7 @@ struct End {
 constexpr std::chrono::milliseconds kUnlimited{-1};
 // What a collective whose data is on its way has to come to its end once a rank is gone, which may
 // have sent all of its own.
-constexpr std::chrono::milliseconds kGrace{1000};
+constexpr std::chrono::milliseconds kDataGrace{1000};
 
 Payload encoded(const Fingerprint& called);
 Fingerprint take_fingerprint(Payload& words);

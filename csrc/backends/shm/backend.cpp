@@ -30,7 +30,7 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 namespace {
 
 // How long a group that is destroyed with work in flight waits for it.
-constexpr Milliseconds kGrace{5000};
+constexpr Milliseconds kCloseGrace{5000};
 
 }  // namespace
 
@@ -159,7 +159,7 @@ void ShmBackend::abort() {
 }
 
 void ShmBackend::shutdown() {
-  live_->close(kGrace);
+  live_->close(kCloseGrace);
 }
 
 // --- Python
