@@ -1098,6 +1098,7 @@ def _within_other_constructs() -> None:
                 assert torch.allclose(input.grad, slope), (backend, input.grad)
 
 
+@pytest.mark.long
 def test_within_checkpoint_loops_and_cond() -> None:
     run(3, _within_other_constructs, deadline=150)
 

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -15,6 +17,7 @@ def lists(text: str) -> list[str]:
     return re.findall(r"\[[^]]*\]", text)
 
 
+@pytest.mark.long
 def test_hello_prints_what_the_readme_shows(tmp_path: Path) -> None:
     blocks = re.findall(r"```(\w*)\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (program,) = [text for language, text in blocks if language == "python"]

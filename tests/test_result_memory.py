@@ -73,6 +73,7 @@ def _resident() -> int:
         return int(statm.read().split()[1]) * resource.getpagesize()
 
 
+@pytest.mark.long
 def test_the_cache_of_blocks() -> None:
     build.run(build.build("block_cache_test", ["block_cache"]))
 

@@ -233,7 +233,7 @@ def _drop_at_once() -> None:
             assert (y.wait()[0].item(), z.wait()[0].item()) == (i, n * i)
 
 
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.long), "shm"])
 def test_inputs_may_be_dropped(backend: str) -> None:
     run(2, _drop_at_once, backend=backend, deadline=100)
 

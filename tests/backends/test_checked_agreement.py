@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.native import build
 
 
+@pytest.mark.long
 def test_agreement() -> None:
     output = build.run(build.build("agreement_test", build.SOURCES))
     print(output)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.native import build
 
 SOURCES = [
@@ -23,6 +25,7 @@ def _may_do_all_it_tries() -> bool:
     return all(capabilities >> bit & 1 for bit in (setuid, sys_admin))
 
 
+@pytest.mark.long
 def test_bootstrap() -> None:
     output = build.run(build.build("bootstrap_test", SOURCES))
     print(output)

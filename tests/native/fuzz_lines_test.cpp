@@ -210,7 +210,7 @@ void words_are_taken_apart_or_refused() {
     for (const auto& bytes :
          {changed(sentence(kCalling, 1, 1, random).bytes(), random),
           changed(sentence(kPosting, 1, 1, random).bytes(), random),
-          changed(encoded(End{ErrorKind::RankLost, {1}, "gone", kGrace}).bytes(), random),
+          changed(encoded(End{ErrorKind::RankLost, {1}, "gone", kDataGrace}).bytes(), random),
           random.text()}) {
       for (int which = 0; which < 3; ++which) {
         Payload words(bytes);
