@@ -568,6 +568,7 @@ def _groups_in_opposite_order(calls: int) -> None:
     dist.destroy_process_group(other)
 
 
+@pytest.mark.long
 def test_holding_back_ends_where_the_ranks_wait_for_each_other() -> None:
     run(2, _groups_in_opposite_order, 400)
 

@@ -192,7 +192,7 @@ def _write_much() -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.long)])
 def test_large_inputs_may_be_written(backend: str) -> None:
     for failures in run(2, _write_much, backend=backend):
         assert failures == []

@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.native import build
 
 
+@pytest.mark.long
 def test_engine() -> None:
     assert build.run(build.build("engine_test", build.SOURCES)) == "ok\n"
