@@ -74,6 +74,7 @@ def repository_files() -> list[Path]:
                 part in WITHOUT_GIT or (part.startswith(".") and part != ".ci")
                 for part in path.relative_to(ROOT).parts[:-1]
             )
+            and path.name != "_built_with.py"
         ]
     return sorted(p for p in files if p.is_file() and p.suffix not in (".so", ".pyc", ".png"))
 

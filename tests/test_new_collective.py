@@ -21,6 +21,7 @@ import torch
 from torch.utils import cpp_extension
 
 from tests.native import build
+from tests.test_layout import repository_files
 
 ROOT = build.ROOT
 GIVEN = Path(__file__).resolve().parent / "new_collective"
@@ -50,12 +51,11 @@ def _object() -> Path:
 
 
 def _copy(at: Path) -> None:
-    """A copy of what the layout is a matter of, without the extension."""
-    ignored = shutil.ignore_patterns("__pycache__", "_C*.so")
-    for name in ("csrc", "torch_c10d_ext", "tests", "benchmarks"):
-        shutil.copytree(ROOT / name, at / name, ignore=ignored)
-    for name in ("pyproject.toml", "setup.py", "torch_c10d_ext_autoload.py", "CHANGELOG.md"):
-        shutil.copy(ROOT / name, at / name)
+    """A copy of the tree, without what is built in it."""
+    for path in repository_files():
+        to = at / path.relative_to(ROOT)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, to)
 
 
 def _add(at: Path) -> set[str]:
@@ -85,6 +85,7 @@ def _add(at: Path) -> set[str]:
 
 def _link(at: Path) -> None:
     """The copy's extension."""
+    shutil.copy(ROOT / "torch_c10d_ext" / "_built_with.py", at / "torch_c10d_ext")
     libraries = Path(torch.__file__).parent / "lib"
     command = [
         *build._compiler(),
