@@ -125,7 +125,7 @@ def torch_scheduled(graph: Any, link: Link, compute: Any = COMPUTE) -> GraphModu
         out = node.kwargs.get("out")
         sent = costs.bytes_of([value_of(n) for n in node.all_input_nodes if n is not out])
         wire = wire_bytes(form.kind, ranks, sent, costs.bytes_of(value_of(node)))
-        return 1e3 * link.seconds(form.kind, ranks, wire)
+        return 1e3 * (link.seconds(form.kind, ranks, wire) + link.busy_seconds(wire))
 
     overlap_scheduling.estimate_roofline_runtime_ms = milliseconds
     _runtime_estimation.get_gpu_dram_gbps = lambda: COMPUTE.memory_bandwidth / 1e9

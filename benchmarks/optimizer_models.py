@@ -24,6 +24,7 @@ One file, for it is one list of programs, and what runs them all alike.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import logging
 import operator
@@ -32,6 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from benchmarks import _history, optimizer_programs
 from benchmarks._report import TARGETS, Table, machine
 from benchmarks.optimizer import torch_scheduled
-from torch_c10d_ext import Compute, Link
+from torch_c10d_ext import Compute, Link, calibrate
+from torch_c10d_ext._groups import group_size
 from torch_c10d_ext._op_info import op_info
 from torch_c10d_ext.functional import wait_tensor
 from torch_c10d_ext.optimizer import Settings, optimize_and_report
@@ -142,6 +145,17 @@ def whisper() -> tuple[torch.nn.Module, dict[str, Any]]:
     inputs = {"input_features": torch.randn(BATCH, 16, 128), "decoder_input_ids": _ids()}
     inputs |= {"decoder_attention_mask": _causal(), "use_cache": False}
     return t.WhisperForConditionalGeneration(config), inputs
+
+
+def _torchvision_without_library() -> None:
+    """torchvision's wheel may be for CUDA: its library does not load here, and no model needs it.
+
+    Its import gives two of the library's ops a fake kernel, so the two must exist.
+    """
+    boxes = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+    for name in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, name):
+            torch.library.define(f"torchvision::{name}", boxes)
 
 
 def resnet() -> tuple[torch.nn.Module, dict[str, Any]]:
@@ -409,6 +423,8 @@ class Runner:
     def __init__(self, graph: GraphModule, link: Link | None) -> None:
         self.module, self.nodes = graph, list(graph.graph.nodes)
         self.taken: dict[Node, float] = {}
+        self.slept: dict[Node, float] = {}  # of it, while the link was busy
+        self.wire: dict[Node, float] = {}  # bytes
         self.sends: dict[Node, float] = {}
         self.waits: set[Node] = set()
         last: dict[Node, Node] = {}
@@ -421,8 +437,10 @@ class Runner:
                 continue
             if form.kind == "wait_tensor":
                 self.waits.add(node)
-            elif link is not None:
-                self.sends[node] = _sends(node, form, link)
+                continue
+            ranks, self.wire[node] = _wire(node, form)
+            if link is not None:
+                self.sends[node] = link.seconds(form.kind, ranks, self.wire[node])
         self.dead: dict[Node, list[Node]] = {}
         for node, user in last.items():
             self.dead.setdefault(user, []).append(node)
@@ -443,6 +461,8 @@ class Runner:
             elif node.op == "output":
                 break
             else:
+                if node in self.waits:  # until when the link is busy
+                    self.slept[node] = max(0.0, lands.get(node.args[0], 0.0) - clock())
                 args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
                 values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
                 if node in self.sends:
@@ -460,10 +480,9 @@ class Runner:
         return clock() - began
 
 
-def _sends(node: Node, form: Any, link: Link) -> float:
+def _wire(node: Node, form: Any) -> tuple[int, float]:
+    """The ranks of a collective, and its bytes on the wire."""
     arguments = form.named(node.args, node.kwargs)
-    from torch_c10d_ext._groups import group_size
-
     ranks = group_size(arguments["group_name"])
     out = node.kwargs.get("out")
     given = [n for n in node.all_input_nodes if n is not out]
@@ -474,22 +493,47 @@ def _sends(node: Node, form: Any, link: Link) -> float:
         return value.numel() * value.dtype.itemsize if isinstance(value, Tensor) else 0.0
 
     wire = wire_bytes(form.kind, ranks, sum(size(value_of(n)) for n in given), size(value_of(node)))
-    return link.seconds(form.kind, ranks, wire)
+    return ranks, wire
 
 
-def _measured_costs(graph: GraphModule, inputs: list[Any]) -> Callable[[Node], float]:
-    """What nodes cost on rank 0, by op and shapes; views count at what uses them."""
-    runner = Runner(graph, None)
-    samples: dict[str, list[float]] = {}
+@dataclass(frozen=True)
+class Profile:
+    """What the program as it is takes of rank 0, in the middle three of five runs.
+
+    Attributes:
+        cost: seconds of a node, by op and shapes; views count at what uses them.
+        per_call: seconds that a collective keeps the rank on average, but for the link.
+    """
+
+    cost: Callable[[Node], float]
+    per_call: float
+
+
+def _profile(graph: GraphModule, inputs: list[Any], link: Link | None) -> Profile:
+    runner = Runner(graph, link)
+    turns: list[tuple[float, dict[str, list[float]], float]] = []
     for turn in range(6):
         dist.barrier()
         runner.run(inputs, timed=True)
+        samples: dict[str, list[float]] = {}
+        computing = communicating = 0.0
         for node, seconds in runner.taken.items():
-            if turn:
-                samples.setdefault(_key(node), []).append(seconds)
-    box = [{key: statistics.median(found) for key, found in samples.items()}]
+            samples.setdefault(_key(node), []).append(seconds)
+            if node in runner.wire or node in runner.waits:
+                communicating += seconds - runner.slept.get(node, 0.0)
+            else:
+                computing += seconds
+        if turn:
+            turns.append((computing, samples, communicating))
+    turns = sorted(turns, key=lambda turn: turn[0])[1:4]
+    table: dict[str, float] = {}
+    for key in turns[0][1]:
+        found = [seconds for _, samples, _ in turns for seconds in samples[key]]
+        table[key] = sum(found) / len(found)
+    per_call = sum(each for _, _, each in turns) / 3 / len(runner.wire)
+    box = [(table, per_call)]
     dist.broadcast_object_list(box)
-    table = box[0]
+    table, per_call = box[0]
     other = Settings.of(None, None, compute=UNTIMED).costs()
 
     def own(node: Node) -> float:
@@ -513,20 +557,25 @@ def _measured_costs(graph: GraphModule, inputs: list[Any]) -> Callable[[Node], f
                     todo += given.all_input_nodes
         return total
 
-    return cost
+    return Profile(cost, per_call)
 
 
-def _real_latency() -> float:
-    """Seconds that a small collective itself takes here, on rank 0."""
-    x, found = torch.zeros(1), []
-    for _ in range(40):
-        dist.barrier()
-        began = time.perf_counter()
-        wait_tensor(ext.all_reduce(x, "sum", _group()))
-        found.append(time.perf_counter() - began)
-    box = [statistics.median(found)]
-    dist.broadcast_object_list(box)
-    return box[0]
+def _known(link: Link, real: Link, per_call: float, runner: Runner) -> Link:
+    """What the passes are told: the timer's link, and what the backend's calls take of a rank."""
+    wire = sum(runner.wire.values()) / len(runner.wire)
+    return replace(
+        link,
+        latency=max(link.latency, real.latency),
+        bandwidth=min(link.bandwidth, real.bandwidth),
+        overhead=max(0.0, per_call - wire * real.overhead_per_byte),
+        overhead_per_byte=real.overhead_per_byte,
+    )
+
+
+def _exact_sleeps() -> None:
+    """Linux wakes a sleeper up to 50 us late; here within about a microsecond."""
+    set_timer_slack = 29
+    ctypes.CDLL(None).prctl(set_timer_slack, 1000, 0, 0, 0)
 
 
 def _links(p: Any) -> dict[str, Link]:
@@ -591,13 +640,14 @@ def measure(name: str, kinds: list[str], backend: str) -> list[dict[str, Any]]:
         hand = make_fx(step)(*same)
     rows = []
     with torch.no_grad():
-        compute = _measured_costs(graph, inputs)
-        costs = Settings.of(None, None, compute=compute).costs()
+        costs = Settings.of(None, None, compute=_profile(graph, inputs, None).cost).costs()
         links = _links(problem_of(graph.graph, costs))
+        real = calibrate(sizes=(8, 4 << 10, 256 << 10, 4 << 20))
         for kind in kinds:
             link = links[kind]
-            # What the passes are told: the timer's latency, or that of the backend if it is more.
-            known = Link(max(link.latency, _real_latency()), link.bandwidth, shared="wire")
+            profile = _profile(graph, inputs, link)
+            compute = profile.cost
+            known = _known(link, real, profile.per_call, Runner(graph, link))
             settings = Settings.of(None, None, link=known, compute=compute)
             began = time.process_time()
             new, about = optimize_and_report(graph, settings)
@@ -624,19 +674,25 @@ def measure(name: str, kinds: list[str], backend: str) -> list[dict[str, Any]]:
                         times[peer].append(seconds)
             medians = {peer: statistics.median(found) for peer, found in times.items()}
             own = simulate(p, list(range(len(p.nodes) - 1)))
+            expected = {}
+            for peer, each in graphs.items():
+                q = problem_of(each.graph, settings.costs())
+                timing = simulate(q, list(range(len(q.nodes) - 1)))
+                expected[peer] = [timing.total, timing.launches]
             rows.append(
                 {
                     "program": name,
                     "ranks": dist.get_world_size(),
                     "backend": backend,
                     "link": kind,
-                    "latency": [link.latency, known.latency],
-                    "bandwidth": link.bandwidth,
+                    "timer": [link.latency, link.bandwidth],
+                    "known": asdict(known),
                     "nodes": len(p.nodes),
                     "hidden": about.hidden,
                     "launches": [len(p.collectives), about.launches],
                     "fewest": _fewest(p, keys, sizes, settings.bucket_bytes),
                     "predicted": [own.total, about.seconds],
+                    "expected": expected,
                     "serial": serial_seconds(p),
                     "bound": lower_bound(p, keys),
                     "peak": [about.peak_before, about.peak],
@@ -750,6 +806,8 @@ def tables(rows: list[dict[str, Any]]) -> list[Table]:
 
 def _rank(rank: int, options: Any, backend: str, store: str, out: str) -> None:
     torch.set_num_threads(1)
+    _exact_sleeps()
+    _torchvision_without_library()
     for name in ("torch", "torch_c10d_ext"):
         logging.getLogger(name).setLevel(logging.ERROR)
     world = options.ranks

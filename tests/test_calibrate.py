@@ -64,6 +64,7 @@ def test_all_ranks_get_the_same_link(backend: str, size: int) -> None:
     assert (link.hop, link.shared) == (0.0, "wire")
     assert 0 <= link.latency < 10
     assert link.bandwidth > 1e3
+    assert 1e-6 <= link.overhead + link.overhead_per_byte < 10
 
 
 def _costs_what_the_slowest_rank_takes() -> Link:
@@ -78,15 +79,27 @@ def _costs_what_the_slowest_rank_takes() -> Link:
         disturbed = 1.0 if rank == 1 and calls["rounds"] % 21 == 0 else 0.0
         return (rank + 1) * 10e-6 + wire / (4e9 / (rank + 1)) + disturbed
 
-    with mock.patch.object(_calibrate, "_block", block):
+    def beside(buffer: torch.Tensor, count: int, product: Any, seconds: float, pg: Any) -> float:
+        wire = 2 * (size - 1) / size * 4 * buffer.numel()
+        # The computation is twice as long as the collective.
+        assert seconds == pytest.approx(2 * (size * 10e-6 + wire / (4e9 / size)), rel=1e-3)
+        return (rank + 1) * 2e-6 + wire / 40e9
+
+    with (
+        mock.patch.object(_calibrate, "_block", block),
+        mock.patch.object(_calibrate, "_beside", beside),
+    ):
         return torch_c10d_ext.calibrate(sizes=(8, 4096, 1 << 20), rounds=9)
 
 
 @pytest.mark.parametrize("size", (2, 3))
 def test_costs_what_the_slowest_rank_takes(size: int) -> None:
     for link in run(size, _costs_what_the_slowest_rank_takes):
-        assert link.latency == pytest.approx(size * 10e-6, rel=1e-3)
-        assert link.bandwidth == pytest.approx(4e9 / size, rel=1e-3)
+        # What the rank is busy with is not on the link again.
+        assert link.overhead == pytest.approx(size * 2e-6, rel=1e-3)
+        assert link.overhead_per_byte == pytest.approx(1 / 40e9, rel=1e-3)
+        assert link.latency == pytest.approx(size * 8e-6, rel=1e-3)
+        assert 1 / link.bandwidth == pytest.approx(size / 4e9 - 1 / 40e9, rel=1e-3)
 
 
 def _refusals() -> None:
@@ -111,8 +124,16 @@ def test_refusals() -> None:
 
 
 def _free() -> float:
-    with mock.patch.object(_calibrate, "_block", return_value=5e-6):
-        return torch_c10d_ext.calibrate().bandwidth
+    with (
+        mock.patch.object(_calibrate, "_block", return_value=5e-6),
+        mock.patch.object(_calibrate, "_beside", return_value=-1e-6),
+    ):
+        link = torch_c10d_ext.calibrate()
+        # Less than nothing is noise.
+        assert link.overhead == pytest.approx(1e-6)
+        assert link.overhead_per_byte == pytest.approx(0.0, abs=1e-18)
+        assert link.latency == pytest.approx(4e-6)
+        return link.bandwidth
 
 
 def test_bytes_that_cost_nothing() -> None:

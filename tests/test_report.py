@@ -774,7 +774,35 @@ def test_links_have_hops_and_may_be_shared(big_world: Call) -> None:
     big_world(_links_of_a_ring)
 
 
+def _calls_keep_the_rank_busy() -> None:
+    def step(x: Tensor) -> Tensor:
+        flying = torch.ops.c10d_ext.all_reduce(x, "sum", _tp())
+        y = x + 1
+        return F.wait_tensor(flying) + y
+
+    x = torch.zeros(8, 4)
+    link = Link(20e-6, 1e9, overhead=3e-6, overhead_per_byte=1e-8)
+    report = _report(step, x, link=link)
+    (call,) = report.calls
+    # 224 bytes on the wire: the rank makes the call for 3 + 2.24 us, and then computes beside it.
+    assert _us(call.start) == 5.24
+    assert _us(call.seconds) == 20.224
+    assert report.busy[0][0] == pytest.approx(5.24e-6)
+    free = _report(step, x, link=Link(20e-6, 1e9))
+    assert report.seconds == pytest.approx(free.seconds + 5.24e-6)
+    hosts = Topology(4, inside=Link(1e-6, 1e12, overhead=7e-6), between=link)
+    assert _us(_report(step, x, link=hosts).calls[0].start) == 7.0
+
+
+def test_calls_keep_the_rank_busy(big_world: Call) -> None:
+    big_world(_calls_keep_the_rank_busy)
+
+
 def test_links_are_checked() -> None:
+    with pytest.raises(ValueError, match="got overhead -1 and overhead_per_byte 0.0"):
+        Link(overhead=-1)
+    with pytest.raises(ValueError, match="got overhead 0.0 and overhead_per_byte nan"):
+        Link(overhead_per_byte=float("nan"))
     with pytest.raises(ValueError, match="hop must be 0 or more, got -1"):
         Link(hop=-1)
     with pytest.raises(ValueError, match="algorithm must be 'ring' or 'tree', got 'star'"):

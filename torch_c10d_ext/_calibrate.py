@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ _SIZES = (8, 4 << 10, 256 << 10, 4 << 20, 16 << 20)
 # Calls back to back, timed together, so that the clock and the barrier do not count.
 _BLOCK_SECONDS = 2e-3
 _LONGEST_BLOCK = 200
+# Less than this cannot be told from noise.
+_LEAST = 1e-6
 
 
 def calibrate(
@@ -33,8 +35,13 @@ def calibrate(
     All ranks of the group call it, with the same arguments, and get the same link: so they come to
     the same plans. The times of a size are those of the slowest rank, their median over the rounds
     counts, and the line through these that is the best in relative terms gives latency and
-    bandwidth. The hops of the group's size are in the latency. It takes 1 to 2 seconds where 16 MiB
-    take 20 ms, and twice the memory of the largest size.
+    bandwidth. The hops of the group's size are in the latency.
+
+    The same calls are then made beside a computation on all ranks that takes twice as long as they
+    do. What it takes longer than alone is :attr:`Link.overhead` and :attr:`Link.overhead_per_byte`,
+    which are not counted in latency and bandwidth again. Differences below 1 us cannot be told from
+    noise, and count as 1 us. It takes 2 to 3 seconds where 16 MiB take 20 ms, and twice the memory
+    of the largest size.
 
     Args:
         group: see :data:`torch_c10d_ext.functional.Group`; of two ranks or more.
@@ -55,7 +62,7 @@ def calibrate(
     Example, on each of 4 ranks::
 
         link = torch_c10d_ext.calibrate(sizes=(8, 1 << 20))
-        link.latency  # 2.1e-05 on every rank, say
+        link.latency, link.overhead  # 2.1e-05 and 4.0e-06 on every rank, say
         step = torch.compile(step, options=torch_c10d_ext.communication_options(link=link))
     """
     name = group_name(group)
@@ -79,16 +86,53 @@ def calibrate(
         max(1, min(_LONGEST_BLOCK, int(_BLOCK_SECONDS / one)))
         for one in _slowest(pg, device, [_block(buffer, 1, pg) for buffer in buffers])
     ]
-    blocks = [
-        [_block(b, count, pg) for b, count in zip(buffers, counts, strict=True)]
-        for _ in range(rounds)
-    ]
-    slowest = _slowest(pg, device, [took for block in blocks for took in block])
-    columns = [slowest[i :: len(sizes)] for i in range(len(sizes))]
-    seconds = [sorted(column)[len(column) // 2] for column in columns]
     wire = [2 * (ranks - 1) / ranks * size for size in sizes]
-    latency, per_byte = fit(wire, seconds)
-    return Link(latency, 1 / per_byte if per_byte > 0 else math.inf, shared=shared)
+
+    def line(measure: Callable[[int], float]) -> tuple[list[float], tuple[float, float]]:
+        blocks = [[measure(k) for k in range(len(sizes))] for _ in range(rounds)]
+        slowest = _slowest(pg, device, [took for block in blocks for took in block])
+        columns = [slowest[k :: len(sizes)] for k in range(len(sizes))]
+        medians = [max(_LEAST, sorted(column)[len(column) // 2]) for column in columns]
+        return medians, fit(wire, medians)
+
+    seconds, (latency, per_byte) = line(lambda k: _block(buffers[k], counts[k], pg))
+    product = _Product(device)
+    _, (overhead, overhead_per_byte) = line(
+        lambda k: _beside(buffers[k], counts[k], product, 2 * seconds[k], pg)
+    )
+    per_byte -= overhead_per_byte
+    return Link(
+        max(0.0, latency - overhead),
+        1 / per_byte if per_byte > 0 else math.inf,
+        shared=shared,
+        overhead=overhead,
+        overhead_per_byte=overhead_per_byte,
+    )
+
+
+class _Product:
+    """A computation that lasts as long as is asked for: products of matrices that fit a cache."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        on_host = torch.device(device).type == "cpu"
+        side = 64 if on_host else 1024
+        self.a, self.b, self.c = (torch.zeros(side, side, device=device) for _ in range(3))
+        self.run(8)
+        self.each = sorted(self._timed(8) / 8 for _ in range(9))[4]
+
+    def _timed(self, times: int) -> float:
+        _synchronize(self.c)
+        began = time.perf_counter()
+        self.run(times)
+        _synchronize(self.c)
+        return time.perf_counter() - began
+
+    def times(self, seconds: float) -> int:
+        return max(5, math.ceil(seconds / self.each))
+
+    def run(self, times: int) -> None:
+        for _ in range(times):
+            torch.mm(self.a, self.b, out=self.c)
 
 
 def _block(buffer: torch.Tensor, count: int, pg: Any) -> float:
@@ -100,6 +144,24 @@ def _block(buffer: torch.Tensor, count: int, pg: Any) -> float:
         dist.all_reduce(buffer, group=pg)
     _synchronize(buffer)
     return (time.perf_counter() - began) / count
+
+
+def _beside(buffer: torch.Tensor, count: int, product: _Product, seconds: float, pg: Any) -> float:
+    """Seconds per call that so many all_reduces add to a computation beside them."""
+    times = product.times(seconds)
+    took = []
+    for communicates in (False, True):
+        dist.barrier(pg)
+        _synchronize(buffer)
+        began = time.perf_counter()
+        for _ in range(count):
+            work = dist.all_reduce(buffer, group=pg, async_op=True) if communicates else None
+            product.run(times)
+            if work is not None:
+                work.wait()
+        _synchronize(buffer)
+        took.append(time.perf_counter() - began)
+    return (took[1] - took[0]) / count
 
 
 def _synchronize(buffer: torch.Tensor) -> None:

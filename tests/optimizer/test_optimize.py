@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -108,6 +109,25 @@ def test_many_gradients_share_few_launches(fake_world: Call) -> None:
     fake_world(_many_gradients_share_few_launches)
 
 
+def _calls_that_keep_the_rank_busy_are_fewer() -> None:
+    graph = _mlp_gradients(24)
+    launches, seconds = [], []
+    for overhead in (0.0, 1e-3):
+        link = Link(10e-6, 1e9, shared="wire", overhead=overhead)
+        new, about = _optimized(graph, memory_budget=2**30, link=link)
+        report = communication_report(new, link=link, compute=COMPUTE)
+        assert report.seconds == pytest.approx(about.seconds)
+        launches.append(about.launches)
+        seconds.append(about.seconds)
+    # A launch more gains less than the time that it takes of the rank.
+    assert launches[1] < launches[0], launches
+    assert seconds[0] + launches[1] * 1e-3 * 0.9 < seconds[1], seconds
+
+
+def test_calls_that_keep_the_rank_busy_are_fewer(fake_world: Call) -> None:
+    fake_world(_calls_that_keep_the_rank_busy_are_fewer)
+
+
 def _gathers_are_prefetched() -> None:
     for ops in (ext, native):
         graph = _sharded_forward(8, ops=ops)
@@ -128,12 +148,14 @@ def _reports_agree_with_the_plan() -> None:
     """The simulator of communication_report and the planner's are two; they see the same."""
     for seed in range(40):
         graph = random_graph(seed, WORLD, RANKS)
-        before = communication_report(graph, link=LINK, compute=COMPUTE)
-        new, about = _optimized(graph, bucket=False, algebra=False)
+        busy = seed % 2
+        link = replace(LINK, overhead=busy * 3e-6, overhead_per_byte=busy * 1e-11)
+        before = communication_report(graph, link=link, compute=COMPUTE)
+        new, about = _optimized(graph, bucket=False, algebra=False, link=link)
         if not about.changed:
             continue
         assert about.seconds_before == pytest.approx(before.seconds)
-        after = communication_report(new, link=LINK, compute=COMPUTE)
+        after = communication_report(new, link=link, compute=COMPUTE)
         assert about.seconds == pytest.approx(after.seconds)
         assert after.seconds < before.seconds
 

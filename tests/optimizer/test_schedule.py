@@ -21,8 +21,13 @@ class _Node:
     """Stands for a node of a graph, and for the collective that it starts."""
 
 
-def random_problem(rng: random.Random, steps: int, lanes: int = 1) -> Problem:
-    """Computations with results of random sizes, collectives and waits, as a graph would have."""
+def random_problem(
+    rng: random.Random, steps: int, lanes: int = 1, *, busy: bool = False
+) -> Problem:
+    """Computations with results of random sizes, collectives and waits, as a graph would have.
+
+    ``busy``: calls take something of the rank.
+    """
     p = Problem(lanes={str(k): k for k in range(lanes)})
     results: list[tuple[int, int]] = []  # node, storage
     flying: list[tuple[int, int]] = []
@@ -64,6 +69,8 @@ def random_problem(rng: random.Random, steps: int, lanes: int = 1) -> Problem:
             i = add(nodes[:1], storages[:1], rng.choice([1, 8, 32]))
             p.collectives[i] = _Node()  # type: ignore[assignment]
             p.latency[i] = 0.5
+            p.overhead[i] = rng.choice([0.2, 0.4]) if busy else 0.0
+            p.seconds[i] = rng.choice([0.0, 0.1, 1.0]) if busy else 0.0
             p.sent[i] = 0.5 + rng.choice([0.5, 1.0, 4.0])
             p.lane[i] = rng.randrange(lanes)
             flying.append((i, p.made[i][0]))
@@ -91,11 +98,12 @@ def _scheduler(p: Problem, keys: dict[int, Any]) -> Scheduler:
     return Scheduler(p, after, keys, sizes, 8.0, longest_paths(p), _needed(p, after))
 
 
-def test_schedules_are_valid_and_within_their_budget() -> None:
+@pytest.mark.parametrize("busy", [False, True])
+def test_schedules_are_valid_and_within_their_budget(busy: bool) -> None:
     rng = random.Random(1)
     faster = 0
     for k in range(2_000):
-        p = random_problem(rng, rng.randint(3, 40), lanes=1 + k % 2)
+        p = random_problem(rng, rng.randint(3, 40), lanes=1 + k % 2, busy=busy)
         keys = {i: p.lane[i] for i in p.collectives if rng.random() < 0.7}
         own = list(range(len(p.nodes)))
         limit = peak_of(p, own) * rng.choice([1.0, 1.0, 1.1, 1.5])
@@ -114,10 +122,11 @@ def test_schedules_are_valid_and_within_their_budget() -> None:
     assert faster > 500
 
 
-def test_plans_never_lose() -> None:
+@pytest.mark.parametrize("busy", [False, True])
+def test_plans_never_lose(busy: bool) -> None:
     rng = random.Random(2)
     for _ in range(60):
-        p = random_problem(rng, rng.randint(3, 40))
+        p = random_problem(rng, rng.randint(3, 40), busy=busy)
         plan = choose_plan(p, {}, {}, cap=8.0, memory=None)
         assert plan.timing.total <= plan.before.total
         assert plan.peak <= plan.peak_before
@@ -125,11 +134,12 @@ def test_plans_never_lose() -> None:
         assert simulate(p, plan.order).total == plan.timing.total
 
 
-def test_search_keeps_dependencies_buckets_and_the_budget() -> None:
+@pytest.mark.parametrize("busy", [False, True])
+def test_search_keeps_dependencies_buckets_and_the_budget(busy: bool) -> None:
     rng = random.Random(4)
     better = 0
     for k in range(150):
-        p = random_problem(rng, rng.randint(6, 40), lanes=1 + k % 2)
+        p = random_problem(rng, rng.randint(6, 40), lanes=1 + k % 2, busy=busy)
         keys = {i: p.lane[i] for i in p.collectives if rng.random() < 0.7}
         own = list(range(len(p.nodes) - 1))
         limit = peak_of(p, [*own, len(own)]) * rng.choice([1.0, 1.1, 1.5])
@@ -153,11 +163,37 @@ def test_search_keeps_dependencies_buckets_and_the_budget() -> None:
     assert better > 75, better
 
 
-def test_no_order_beats_the_bound() -> None:
+@pytest.mark.parametrize("busy", [False, True])
+def test_launches_are_merged_where_that_takes_no_time(busy: bool) -> None:
+    rng = random.Random(6)
+    fewer = 0
+    for k in range(150):
+        p = random_problem(rng, rng.randint(6, 40), lanes=1 + k % 2, busy=busy)
+        keys = {i: p.lane[i] for i in p.collectives if rng.random() < 0.7}
+        own = list(range(len(p.nodes) - 1))
+        limit = peak_of(p, [*own, len(own)]) * rng.choice([1.0, 1.1, 1.5])
+        search = Search(p, keys, dict.fromkeys(keys, 1.0), 4.0, limit)
+        before = simulate(p, own)
+        ceiling = before.total * rng.choice([1.0, 1.1])
+        found: list[list[Any]] = []
+        search.fewer(own, ceiling, 4_000, found.append)
+        for launches, order in enumerate(found, 1):
+            flat = _flat(order, len(p.nodes))
+            assert _valid(p, flat), k
+            assert peak_of(p, flat) <= limit, k
+            took = simulate(p, order)
+            assert took.total <= ceiling * (1 + 1e-9), k
+            assert took.launches == before.launches - launches, k
+        fewer += bool(found)
+    assert fewer > 40, fewer
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_no_order_beats_the_bound(busy: bool) -> None:
     rng = random.Random(5)
     tight = checked = 0
     while checked < 40:
-        p = random_problem(rng, 6, lanes=1 + checked % 2)
+        p = random_problem(rng, 6, lanes=1 + checked % 2, busy=busy)
         if not p.collectives or len(p.nodes) > 9:
             continue
         checked += 1
@@ -184,11 +220,12 @@ def _optimum(p: Problem) -> float:
     return best[0]
 
 
-def test_small_problems_come_near_the_optimum() -> None:
+@pytest.mark.parametrize("busy", [False, True])
+def test_small_problems_come_near_the_optimum(busy: bool) -> None:
     rng = random.Random(3)
     ratios: list[float] = []
     while len(ratios) < 40:
-        p = random_problem(rng, 6)
+        p = random_problem(rng, 6, busy=busy)
         if not p.collectives or len(p.nodes) > 9:
             continue
         plan = choose_plan(p, {}, {}, cap=8.0, memory=1e9)
@@ -218,7 +255,7 @@ def _chain(layers: int) -> Problem:
         p.used += [[full], [full], [full, out] if previous is None else [full, out, full - 1]]
         p.collectives[gather] = _Node()  # type: ignore[assignment]
         p.started_by[wait] = gather
-        p.sent[gather], p.latency[gather], p.lane[gather] = 0.9, 0.1, 0
+        p.sent[gather], p.latency[gather], p.lane[gather], p.overhead[gather] = 0.9, 0.1, 0, 0
         previous = compute
     p.nodes.append(_Node())  # type: ignore[arg-type]
     p.follows.append(list(range(len(p.nodes) - 1)))

@@ -29,15 +29,17 @@ def lower_bound(p: Problem, mergeable: Collection[int] | None = None) -> float:
         p: the graph.
         mergeable: the starts that may share a launch with another one, by default all. Their
             latency counts on paths, and on a link not at all, as a launch may have any number of
-            collectives.
+            collectives; so does what a launch takes of the rank.
     """
     count = len(p.nodes)
-    took = [p.sent.get(i, p.seconds[i]) for i in range(count)]
-    load, machine = list(took), [0] * count
+    took = list(p.seconds)
+    for i in p.collectives:
+        took[i] += p.overhead[i] + p.sent[i]
+    load, machine = list(p.seconds), [0] * count
     for i in p.collectives:
         machine[i] = 1 + p.lane[i]
-        if mergeable is None or i in mergeable:
-            load[i] -= p.latency[i]
+        alone = mergeable is not None and i not in mergeable
+        load[i] = p.sent[i] if alone else p.sent[i] - p.latency[i]
     # What must be done, not merely started, before a node starts.
     done: list[list[int]] = []
     started: list[list[int]] = []
@@ -70,6 +72,13 @@ def lower_bound(p: Problem, mergeable: Collection[int] | None = None) -> float:
         if load[i]:
             # A latency that does not count on the link is over before the link is taken.
             tasks[machine[i]].append((heads[i] + took[i] - load[i], load[i], tails[i]))
+        if i in p.collectives:
+            # What a call takes of the rank is over before its link is taken.
+            alone = mergeable is not None and i not in mergeable
+            busy = p.seconds[i] + (p.overhead[i] if alone else 0.0)
+            if busy:
+                begins = heads[i] + p.overhead[i] + p.seconds[i] - busy
+                tasks[0].append((begins, busy, p.sent[i] + tails[i]))
     return max([longest, *(_one_machine(each) for each in tasks)])
 
 

@@ -245,6 +245,7 @@ def gain(p: Problem, costs: Costs, site: Site, parts: int) -> float:
     sent = p.sent[site.start]
     in_parts = sent + (parts - 1) * p.latency[site.start]
     copied = sum(costs.copy_seconds(value_of(n)) for n in _joined(site))
+    copied += (parts - 1) * p.overhead[site.start]
     overlapped = max(computed, in_parts) + min(computed, in_parts) / parts
     return computed + sent - overlapped - copied
 

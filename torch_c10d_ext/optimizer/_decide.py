@@ -97,7 +97,8 @@ def decide(given: Graph, settings: Settings, about: Optimization, pack: bool = T
     if settings.agree == "every":
         groups = {c.group: c.ranks for c in p.collectives.values() if c.ranks > 1}
         for group, ranks in groups.items():
-            price += costs.link_of(group).seconds("all_gather_into_tensor", ranks, 40 * ranks)
+            link, wire = costs.link_of(group), 40.0 * ranks
+            price += link.seconds("all_gather_into_tensor", ranks, wire) + link.busy_seconds(wire)
     gained = plan.timing.total + price < own.before.total * (1 - TOLERANCE)
     fewer = bool(simplified) and plan.timing.total + price <= own.before.total
     if not (gained or fewer) or plan.peak > memory:

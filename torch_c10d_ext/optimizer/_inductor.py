@@ -114,6 +114,7 @@ def _problem_of(kernels: list[Any], costs: Costs) -> Problem:
     flying: dict[str, int] = {}  # by the name of a buffer that is in flight
     for i, kernel in enumerate(kernels):
         p.nodes.append(kernel)
+        p.seconds.append(0.0)
         p.made.append([])
         p.used.append([])
         follows = {
@@ -129,7 +130,6 @@ def _problem_of(kernels: list[Any], costs: Costs) -> Problem:
         part = next((k for k in kinds if isinstance(k, ir.MultiOutput)), None)
         buffers = kernel.get_outputs()
         reads = [d.name for d in kernel.read_writes.reads]
-        seconds = 0.0
         maker = i
         if start is not None:
             if last_start is not None:
@@ -149,9 +149,8 @@ def _problem_of(kernels: list[Any], costs: Costs) -> Problem:
                 p.started_by[i] = max(starts)
                 follows.add(max(starts))
         else:
-            seconds = _seconds_of(kernel, costs)
+            p.seconds[i] = _seconds_of(kernel, costs)
         p.idle.append(wait is not None or maker != i)
-        p.seconds.append(seconds)
         for buffer in buffers:
             name = buffer.get_name()
             made_by[name] = i
@@ -213,10 +212,7 @@ def _add_collective(p: Problem, i: int, kernel: Any, costs: Costs) -> None:
     else:
         kind = str(kernel.op_overload).split(".")[1]
         wire = float(sum(_bytes_of(b) for b in kernel.inputs))
-    link = costs.link_of(group)
-    p.sent[i] = link.seconds(kind, ranks, wire)
-    p.latency[i] = link.seconds(kind, ranks, 0.0)
-    p.lane[i] = p.lanes.setdefault(costs.lane_of(group), len(p.lanes))
+    p.charge(i, costs.link_of(group), kind, ranks, wire, costs.lane_of(group))
     p.collectives[i] = kernel
 
 

@@ -25,6 +25,9 @@ _SEARCHED = 4_000
 _IMPROVING = 600_000
 _PER_NODE = 3_000
 
+# And that are placed while launches are merged.
+_MERGING = 300_000
+
 # Nodes that are placed without a search.
 _MUCH = 80_000
 _HEAVY = 3
@@ -152,10 +155,7 @@ class _Search:
                 self._take(policy, order, simulate(self.p, order), peak)
 
     def improve(self, keys: Mapping[int, Hashable], sizes: Mapping[int, float], cap: float) -> None:
-        """Local search from the best schedule."""
-        enough = lower_bound(self.p, keys) * (1 + TOLERANCE)
-        if self.best.timing.total <= enough:
-            return
+        """Local search from the best schedule, and then launches that cost no time to merge."""
         search = Search(self.p, keys, sizes, cap, self.limit)
         policy = self.best.policy or Policy()
 
@@ -163,9 +163,24 @@ class _Search:
             peak = peak_of(self.p, _flat(order, len(self.p.nodes)))
             self._take(policy, order, simulate(self.p, order), peak)
 
-        work = min(_IMPROVING, _PER_NODE * len(self.p.nodes))
-        search.improve(self.best.order, self.best.timing.total, enough, work, take)
+        enough = lower_bound(self.p, keys) * (1 + TOLERANCE)
+        if self.best.timing.total > enough:
+            work = min(_IMPROVING, _PER_NODE * len(self.p.nodes))
+            search.improve(self.best.order, self.best.timing.total, enough, work, take)
+        if self.best.changed:
+            self._merge(search)
         self.work += search.work
+
+    def _merge(self, search: Search) -> None:
+        ceiling = self.best.timing.total * (1 + TOLERANCE)
+
+        def take(order: list[Step]) -> None:
+            peak = peak_of(self.p, _flat(order, len(self.p.nodes)))
+            timing = simulate(self.p, order)
+            if timing.total <= ceiling and peak <= self.limit:
+                self.best = replace(self.best, order=tuple(order), timing=timing, peak=peak)
+
+        search.fewer(self.best.order, ceiling, _MERGING, take)
 
     def _run(self, policy: Policy, budget: Budget | None) -> list[Step]:
         self.tried += 1
@@ -205,7 +220,7 @@ def _bucket_sizes(
     starts = [i for i, key in keys.items() if members[key] > 1]
     if not starts:
         return []
-    latency = max(p.latency[i] for i in starts)
+    latency = max(p.latency[i] + p.overhead[i] for i in starts)
     rates = [sizes[i] / (p.sent[i] - p.latency[i]) for i in starts if p.sent[i] > p.latency[i]]
     if not rates:
         return [cap]

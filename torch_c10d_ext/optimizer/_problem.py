@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch_c10d_ext.optimizer._collectives import (
     wire_bytes,
 )
 from torch_c10d_ext.optimizer._costs import Costs
+from torch_c10d_ext.report import Link
 
 
 class Unsupported(Exception):
@@ -34,11 +36,12 @@ class Problem:
 
     Attributes:
         follows: what each node must come after, of data and of memory that is written.
-        seconds: how long each computes.
+        seconds: how long each computes; of a start, what its bytes take of the rank.
         idle: whether a node takes no time and makes no memory: a view, a wait.
         collectives: by the number of the node that starts them.
         started_by: the start that a wait ends.
         sent: seconds on the link, by start.
+        overhead: seconds that a launch takes of the rank, by start; that of the largest counts.
         lane: the link's number, by start.
         size: bytes, by storage.
         maker: the node that makes a storage; -1 for what the caller holds, whose size is 0 here.
@@ -57,6 +60,7 @@ class Problem:
     collectives: dict[int, Collective] = field(default_factory=dict)
     started_by: dict[int, int] = field(default_factory=dict)
     sent: dict[int, float] = field(default_factory=dict)
+    overhead: dict[int, float] = field(default_factory=dict)
     lane: dict[int, int] = field(default_factory=dict)
     size: list[int] = field(default_factory=list)
     maker: list[int] = field(default_factory=list)
@@ -67,6 +71,27 @@ class Problem:
     lanes: dict[str, int] = field(default_factory=dict)
     latency: dict[int, float] = field(default_factory=dict)
     copying: dict[int, float] = field(default_factory=dict)
+
+    def charge(self, start: int, link: Link, kind: str, ranks: int, wire: float, lane: str) -> None:
+        """Says what a collective costs, with so many bytes on the wire of a link."""
+        self.sent[start] = link.seconds(kind, ranks, wire)
+        self.latency[start] = link.seconds(kind, ranks, 0.0)
+        self.overhead[start] = link.busy_seconds(0.0)
+        self.seconds[start] = link.busy_seconds(wire) - self.overhead[start]
+        self.lane[start] = self.lanes.setdefault(lane, len(self.lanes))
+
+    def busy(self, members: Sequence[int]) -> float:
+        """Seconds that a launch takes of the rank."""
+        total = max(self.overhead[i] for i in members)
+        total += sum(self.seconds[i] for i in members)
+        if len(members) > 1 and members[0] in self.copying:
+            total += sum(self.copying[i] for i in members)
+        return total
+
+    def on_link(self, members: Sequence[int]) -> float:
+        """Seconds that a launch takes of its link."""
+        total = max(self.latency[i] for i in members)
+        return total + sum(self.sent[i] - self.latency[i] for i in members)
 
     def waits(self) -> dict[int, list[int]]:
         """The waits of each start."""
@@ -330,11 +355,8 @@ class _Reader:
         out = node.kwargs.get("out")
         sent = costs.bytes_of([value_of(n) for n in collective.inputs if n is not out])
         wire = wire_bytes(form.kind, collective.ranks, sent, costs.bytes_of(value))
-        link = costs.link_of(collective.group)
-        p.sent[i] = link.seconds(form.kind, collective.ranks, wire)
-        p.latency[i] = link.seconds(form.kind, collective.ranks, 0.0)
-        lane = costs.lane_of(collective.group)
-        p.lane[i] = p.lanes.setdefault(lane, len(p.lanes))
+        link, lane = costs.link_of(collective.group), costs.lane_of(collective.group)
+        p.charge(i, link, form.kind, collective.ranks, wire, lane)
 
     def _compute(
         self, i: int, node: Node, op: Any, given: list[int], follows: set[int], value: Any

@@ -41,7 +41,7 @@ def longest_paths(p: Problem) -> list[float]:
     """Seconds from the start of each node to the end of the graph, if nothing had to queue."""
     path = [0.0] * len(p.nodes)
     for i in range(len(p.nodes) - 1, -1, -1):
-        path[i] += p.sent.get(i, p.seconds[i])
+        path[i] += p.seconds[i] + p.sent.get(i, 0.0) + p.overhead.get(i, 0.0)
         for j in p.follows[i]:
             if path[j] < path[i]:
                 path[j] = path[i]
@@ -365,12 +365,9 @@ class _Run:
         first = members[0]
         self.order.append(first if len(members) == 1 else tuple(members))
         lane = p.lane[first]
-        sent = max(p.latency[i] for i in members)
-        sent += sum(p.sent[i] - p.latency[i] for i in members)
         packed = len(members) > 1 and first in p.copying
-        if packed:
-            self.now += sum(p.copying[i] for i in members)
-        self.free[lane] = max(self.now, self.free[lane]) + sent
+        self.now += p.busy(members)
+        self.free[lane] = max(self.now, self.free[lane]) + p.on_link(members)
         for i in members:
             key = self.keys.get(i)
             if key is not None and i in self.counted:

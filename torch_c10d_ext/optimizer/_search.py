@@ -14,6 +14,7 @@ import heapq
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from torch_c10d_ext.optimizer._memory import peak_of
+from torch_c10d_ext.optimizer._moves import Moves, members_of
 from torch_c10d_ext.optimizer._problem import Problem
 from torch_c10d_ext.optimizer._schedule import Step
 
@@ -24,7 +25,7 @@ _THRESHOLD = 0.004
 _EXCESS = 0.003
 
 
-class Search:
+class Search(Moves):
     """Neighbours of a schedule.
 
     Views and the like are left out, and put before the first node that needs them when an order is
@@ -46,24 +47,11 @@ class Search:
         cap: float,
         limit: float,
     ) -> None:
-        self.p, self.keys, self.sizes, self.cap, self.limit = p, keys, sizes, cap, limit
-        self.count = len(p.nodes) - 1
+        super().__init__(p, keys, sizes, cap)
+        self.limit = limit
+        self.busy = any(p.overhead.values())
         self.writer = _Writer(p)
-        self.work = 0
         self.state = 2463534242
-        # By node: the nodes of the search that it follows, through those that are none.
-        self.behind: list[tuple[int, ...]] = []
-        for i in range(self.count):
-            behind: dict[int, None] = {}
-            for j in p.follows[i]:
-                if self._is_step(j):
-                    behind[j] = None
-                else:
-                    behind.update(dict.fromkeys(self.behind[j]))
-            self.behind.append(tuple(behind))
-
-    def _is_step(self, i: int) -> bool:
-        return not self.p.idle[i] or i in self.p.started_by
 
     # --- the search ----------------------------------------------------------------------------
 
@@ -84,7 +72,7 @@ class Search:
             work: nodes whose time is worked out.
             take: is given each better schedule within the limit.
         """
-        steps = [s for s in order if isinstance(s, tuple) or self._is_step(s)]
+        steps = [s for s in order if isinstance(s, tuple) or self.is_step(s)]
         total, path = self._timeline(steps)
         # What too much memory costs, which rises while there is too much.
         weight = 1.0
@@ -117,6 +105,42 @@ class Search:
                     best = longer
                     take(written)
             steps, cost, path = moved, more, its_path
+
+    def fewer(
+        self,
+        order: Sequence[Step],
+        ceiling: float,
+        work: int,
+        take: Callable[[list[Step]], None],
+    ) -> None:
+        """Merges launches that follow one another, while that takes no more than a ceiling.
+
+        Args:
+            order: a schedule that keeps to the limit.
+            ceiling: seconds.
+            work: nodes whose time is worked out.
+            take: is given the schedule after each merge.
+        """
+        steps = [s for s in order if isinstance(s, tuple) or self.is_step(s)]
+        end = self.work + work
+        at = 0
+        while at < len(steps) and self.work < end:
+            merged = None
+            if members_of(steps[at])[0] in self.p.collectives:
+                for early in (True, False):
+                    merged = self.merge(steps, at, early)
+                    if merged is None or self._timeline(merged)[0] > ceiling:
+                        continue
+                    written, peak = self.written(merged)
+                    if peak <= self.limit:
+                        take(written)
+                        break
+                else:
+                    merged = None
+            if merged is None:
+                at += 1
+            else:
+                steps = merged
 
     def _random(self, below: int) -> int:
         # Of our own: the same numbers on every rank and every version of Python.
@@ -153,11 +177,15 @@ class Search:
                     stalled[at] = where[start]
                 continue
             members = step if isinstance(step, tuple) else (step,)
-            sent = latency = 0.0
+            sent = latency = overhead = 0.0
             for i in members:
                 if p.latency[i] > latency:
                     latency = p.latency[i]
+                if p.overhead[i] > overhead:
+                    overhead = p.overhead[i]
+                now += seconds[i]
                 sent += p.sent[i] - p.latency[i]
+            now += overhead
             if len(members) > 1 and members[0] in p.copying:
                 now += sum(p.copying[i] for i in members)
             lane = p.lane[members[0]]
@@ -202,99 +230,28 @@ class Search:
         if self._random(3) == 0 and last + 1 < len(steps):
             # Something from behind the run, before it: it fills the stall there.
             window = 1 + self._random(min(96, len(steps) - last - 1))
-            return self._earlier(steps, last + 1 + self._random(window), first)
+            return self.earlier(steps, last + 1 + self._random(window), first)
         at = first + self._random(last - first + 1)
+        if self.busy and members_of(steps[at])[0] in self.p.collectives and self._random(2):
+            return self.merge(steps, at)  # as launches take of the rank
         if self._random(2):
-            return self._later(steps, at, last + 1)
-        return self._earlier(steps, at, first)
+            return self.later(steps, at, last + 1)
+        return self.earlier(steps, at, first)
 
     def _move_launch(self, steps: list[Step], first: int, last: int) -> list[Step] | None:
         pick = self._random(4)
         at = last if pick else first + self._random(last - first + 1)
         if pick == 1:  # the one that is waited for comes before those that it queues behind
-            return self._earlier(steps, at, first + self._random(last - first + 1))
+            return self.earlier(steps, at, first + self._random(last - first + 1))
         if pick == 2:  # or one of these comes later
             at = first + self._random(last - first + 1)
-            return self._later(steps, at, min(len(steps) - 1, last + self._random(8)))
+            return self.later(steps, at, min(len(steps) - 1, last + self._random(8)))
         if pick == 3:  # or what it is made of comes earlier
-            return self._earlier(steps, first, max(0, first - 1 - self._random(16)))
-        return self._split(steps, at) if self._random(2) else self._merge(steps, at)
-
-    def _earlier(self, steps: list[Step], at: int, to: int) -> list[Step] | None:
-        """Moves a step, with what it follows, to a place before it."""
-        if to >= at:
-            return None
-        self.work += (at - to) // 4
-        needed = set(self._behind(steps[at]))
-        moved: list[Step] = [steps[at]]
-        stay: list[Step] = []
-        for k in range(at - 1, to - 1, -1):
-            step = steps[k]
-            if any(i in needed for i in ((step,) if isinstance(step, int) else step)):
-                needed.update(self._behind(step))
-                moved.append(step)
-            else:
-                stay.append(step)
-        if not stay:
-            return None
-        return [*steps[:to], *reversed(moved), *reversed(stay), *steps[at + 1 :]]
-
-    def _later(self, steps: list[Step], at: int, to: int) -> list[Step] | None:
-        """Moves a step, with what follows it, behind a place after it."""
-        if to >= len(steps) or to <= at:
-            return None
-        self.work += (to - at) // 4
-        taken = set(_members(steps[at]))
-        moved: list[Step] = [steps[at]]
-        stay: list[Step] = []
-        for k in range(at + 1, to + 1):
-            step = steps[k]
-            if any(j in taken for j in self._behind(step)):
-                taken.update(_members(step))
-                moved.append(step)
-            else:
-                stay.append(step)
-        if not stay:
-            return None
-        return [*steps[:at], *stay, *moved, *steps[to + 1 :]]
-
-    def _behind(self, step: Step) -> tuple[int, ...]:
-        if type(step) is int:
-            return self.behind[step]
-        return tuple(j for i in step for j in self.behind[i])  # type: ignore[union-attr]
-
-    def _merge(self, steps: list[Step], at: int) -> list[Step] | None:
-        """One launch of a launch and the next one that may go with it, at either's place."""
-        members = _members(steps[at])
-        key = self.keys.get(members[0])
-        if key is None or members[0] not in self.p.collectives:
-            return None
-        size = sum(self.sizes[i] for i in members)
-        for k in range(at + 1, len(steps)):
-            other = _members(steps[k])
-            if self.keys.get(other[0]) != key:
-                continue
-            if size + sum(self.sizes[i] for i in other) > self.cap:
-                return None
-            both = tuple(sorted((*members, *other)))
-            # At the place of the second, when what follows the first alone can follow there.
-            late = self._later(steps, at, k)
-            if late is None:
-                return None
-            place = late.index(steps[k])
-            if late[place + 1] != steps[at]:
-                return None
-            return [*late[:place], both, *late[place + 2 :]]
-        return None
-
-    def _split(self, steps: list[Step], at: int) -> list[Step] | None:
-        """Two launches of one."""
-        members = _members(steps[at])
-        if len(members) < 2:
-            return None
-        cut = 1 + self._random(len(members) - 1)
-        parts = [p if len(p) > 1 else p[0] for p in (members[:cut], members[cut:])]
-        return [*steps[:at], *parts, *steps[at + 1 :]]
+            return self.earlier(steps, first, max(0, first - 1 - self._random(16)))
+        if not self._random(2):
+            return self.merge(steps, at)
+        count = len(members_of(steps[at]))
+        return self.split(steps, at, 1 + self._random(count - 1)) if count > 1 else None
 
     def written(self, steps: Sequence[Step]) -> tuple[list[Step], float]:
         """The order of all nodes, and the most bytes that it holds at once."""
@@ -325,7 +282,7 @@ class _Writer:
         for early in (False, True):
             passes += 1
             order = self._expand(steps, early)
-            flat = [i for step in order for i in _members(step)]
+            flat = [i for step in order for i in members_of(step)]
             flat.append(self.count)
             peak = peak_of(self.p, flat)
             if peak <= limit:
@@ -355,7 +312,7 @@ class _Writer:
                     order.append(k)
 
         for step in steps:
-            members = _members(step)
+            members = members_of(step)
             if early:
                 if members[0] in p.started_by:
                     now = max(now, lands[p.started_by[members[0]]])
@@ -375,10 +332,9 @@ class _Writer:
             if members[0] not in p.collectives:
                 now += p.seconds[members[0]]
                 continue
-            sent = max(p.latency[i] for i in members)
-            sent += sum(p.sent[i] - p.latency[i] for i in members)
+            now += p.busy(members)
             lane = p.lane[members[0]]
-            free[lane] = max(now, free[lane]) + sent
+            free[lane] = max(now, free[lane]) + p.on_link(members)
             for i in members:
                 lands[i] = free[lane]
                 for wait in self.waits[i]:
@@ -387,7 +343,3 @@ class _Writer:
             if not out[i]:
                 emit(i)
         return order
-
-
-def _members(step: Step) -> tuple[int, ...]:
-    return step if isinstance(step, tuple) else (step,)

@@ -15,7 +15,7 @@ class Timing:
 
     Attributes:
         total: from the first node to the last.
-        computing: of it, computing.
+        computing: of it, computing, and busy with calls.
         sent: of all links together.
         launches: how many collectives are started, a bucket counting once.
     """
@@ -51,14 +51,11 @@ def simulate(p: Problem, order: Sequence[Step], stalls: dict[int, float] | None 
             continue
         members = step if isinstance(step, tuple) else (step,)
         first = members[0]
-        seconds = max(p.latency[i] for i in members)
-        seconds += sum(p.sent[i] - p.latency[i] for i in members)
-        lane = p.lane[first]
+        seconds, busy, lane = p.on_link(members), p.busy(members), p.lane[first]
         if len(members) > 1 and first in p.copying:
             packed.update(members)
-            copied = sum(p.copying[i] for i in members)
-            now += copied
-            computing += copied
+        now += busy
+        computing += busy
         free[lane] = max(now, free[lane]) + seconds
         sent += seconds
         launches += 1
@@ -69,7 +66,7 @@ def simulate(p: Problem, order: Sequence[Step], stalls: dict[int, float] | None 
 
 def serial_seconds(p: Problem) -> float:
     """How long the graph takes where nothing runs beside anything else."""
-    return sum(p.seconds) + sum(p.sent.values())
+    return sum(p.seconds) + sum(p.overhead.values()) + sum(p.sent.values())
 
 
 def hidden_share(p: Problem, total: float, bound: float) -> float:

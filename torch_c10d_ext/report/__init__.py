@@ -60,9 +60,9 @@ def communication_report(
     ====================================  ======================================================
 
     Times come from a model: nodes run in the graph's order on one stream; a collective starts when
-    it is called and the link's earlier ones are done (each group has a link of its own, but where
-    :attr:`Link.shared` says otherwise); a wait lasts until its collective is done. Views and
-    allocations are free.
+    it is called, which keeps the rank for :attr:`Link.overhead`, and the link's earlier ones are
+    done (each group has a link of its own, but where :attr:`Link.shared` says otherwise); a wait
+    lasts until its collective is done. Views and allocations are free.
 
     Args:
         graph: a ``torch.fx.GraphModule``, a ``torch.fx.Graph`` or an ``ExportedProgram``, as

@@ -12,6 +12,10 @@ from torch_c10d_ext._op_info import traffic_of
 class Link:
     """What a collective costs: ``latency + hops * hop + wire bytes / bandwidth``.
 
+    Before that the rank itself is busy for ``overhead + wire bytes * overhead_per_byte`` and does
+    not compute: it makes the call, and a processor that moves the bytes itself, as on ``shm``, has
+    less for the computation beside (the o and O of LogGOPS; Hoefler, Schneider and Lumsdaine 2010).
+
     The postal model with a count of messages (Thakur, Rabenseifner and Gropp 2005). Of n ranks an
     all_reduce takes 2 (n - 1) hops as a ring and 2 ceil(log2 n) as a tree; a permutation takes one;
     every other collective half of what an all_reduce takes.
@@ -21,6 +25,8 @@ class Link:
         bandwidth: bytes per second into, and at the same time out of, one rank.
         hop: seconds per message that must wait for another rank's.
         algorithm: ``"ring"`` or ``"tree"``: what ``hop`` is counted by.
+        overhead: seconds of the rank per call.
+        overhead_per_byte: seconds of the rank per byte on the wire.
         shared: the name of the wire. Collectives of groups whose links have one name take turns on
             it; without a name every group has a wire of its own.
     """
@@ -30,6 +36,8 @@ class Link:
     hop: float = 0.0
     algorithm: str = "ring"
     shared: str = ""
+    overhead: float = 0.0
+    overhead_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
         if not (self.latency >= 0 and self.bandwidth > 0):
@@ -39,6 +47,11 @@ class Link:
             )
         if not self.hop >= 0:
             raise ValueError(f"Link: hop must be 0 or more, got {self.hop}")
+        if not (self.overhead >= 0 and self.overhead_per_byte >= 0):
+            raise ValueError(
+                "Link: overhead and overhead_per_byte must be 0 or more, got overhead "
+                f"{self.overhead} and overhead_per_byte {self.overhead_per_byte}"
+            )
         if self.algorithm not in ("ring", "tree"):
             raise ValueError(f"Link: algorithm must be 'ring' or 'tree', got {self.algorithm!r}")
 
@@ -58,6 +71,10 @@ class Link:
             wire_bytes: the bytes over the busiest rank's link.
         """
         return self.latency + self.hops(op, ranks) * self.hop + wire_bytes / self.bandwidth
+
+    def busy_seconds(self, wire_bytes: float) -> float:
+        """How long the rank is busy with a call, before the collective is on the link."""
+        return self.overhead + wire_bytes * self.overhead_per_byte
 
 
 @dataclass(frozen=True)

@@ -186,6 +186,7 @@ class Schedule:
         wire = wire_of(call, self._sizes, value_of(node), group)
         wire_bytes = self._sizes.number(wire)
         link = self._links.get(group, self._link)
+        self._now += link.busy_seconds(wire_bytes)
         wire_name = f"link {link.shared}" if link.shared else f"group {group}"
         start = max(self._now, self._free.get(wire_name, 0.0))
         flight = _Flight(

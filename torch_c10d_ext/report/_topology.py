@@ -105,3 +105,7 @@ class Topology:
         one = traffic_of(op).wire_of_larger(ranks, 1.0)
         times = self.times(op, ranks, wire_bytes / one if one else 0.0)
         return times.get(self.algorithm or "", min(times.values()))
+
+    def busy_seconds(self, wire_bytes: float) -> float:
+        """How long the rank is busy with a call: the longer of :meth:`Link.busy_seconds`."""
+        return max(self.inside.busy_seconds(wire_bytes), self.between.busy_seconds(wire_bytes))
