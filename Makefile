@@ -7,6 +7,7 @@
 # make sanitize    the C++ tests under AddressSanitizer, UBSan and ThreadSanitizer
 # make check-debug a debug build: types defined twice, differently; collectives under AddressSanitizer
 # make bench       latency and bandwidth against torch's own collectives, gloo and the MPIs
+# make bench-optimizer  the communication optimizer on models and by its cost model (half an hour)
 # make lint        ruff, mypy, clang-format (make format rewrites)
 # make build       the environment and the extension, in place; everything above does this first
 # make wheel       dist/*.whl for the torch in .venv
@@ -49,7 +50,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 say = @printf '\033[1m==> %s\033[0m\n'
 
-.PHONY: build demo test test-long test-hosts test-clients test-cuda mutate-cuda sanitize check-debug bench lint format wheel clean distclean FORCE
+.PHONY: build demo test test-long test-hosts test-clients test-cuda mutate-cuda sanitize check-debug bench bench-optimizer lint format wheel clean distclean FORCE
 .DELETE_ON_ERROR:
 
 build: $(VENV)/.built
@@ -125,6 +126,16 @@ test-cuda: build $(CUDA_VENV)/.ready
 mutate-cuda: build $(CUDA_VENV)/.ready
 	$(say) "taking the stream rules out of csrc, one by one (about an hour)"
 	@$(CUDA_VENV)/bin/python -m tests.simulated_cuda.mutate
+
+$(CLIENTS)/.models: tools/requirements-models.txt $(CLIENTS)/.installed
+	@$(CLIENTS)/bin/python -m pip install -q --no-deps -r tools/requirements-models.txt
+	@touch $@
+
+bench-optimizer: build $(CLIENTS)/.models
+	$(say) "measuring the communication optimizer on models, real ranks and by its own model"
+	@$(CLIENTS)/bin/python tools/develop.py
+	@$(CLIENTS)/bin/python benchmarks/optimizer_models.py $(MODELS_ARGS)
+	@$(CLIENTS)/bin/python benchmarks/optimizer.py $(BENCH_ARGS)
 
 $(VENV)/.bench: tools/requirements-bench.txt $(VENV)/.torch
 	@$(PY) -m pip install -q -r tools/requirements-bench.txt && touch $@ || \

@@ -1,9 +1,10 @@
 """Models of transformers, torchvision and timm, and parallel forms, on real ranks with a slow link.
 
-    python benchmarks/optimizer_models.py [--ranks 2] [--backends shm gloo] [--links ...]
+    python benchmarks/optimizer_models.py [--ranks 2 4] [--backends shm gloo] [--links ...]
                                           [--only PROGRAM ...] [--out FILE] [--record NAME]
 
-Needs transformers, torchvision and timm; weights are random, sizes small. The list was written
+Needs transformers, torchvision and timm (`make bench-optimizer` has them); weights are random,
+sizes small. The list was written
 before anything was measured with it, and programs are not changed because of what comes out: five
 models with an all_reduce per gradient, four with sharded weights that are gathered where they are
 used, tensor parallelism with sequences in parts, uneven exchanges of experts, ring attention, and
@@ -16,7 +17,12 @@ that (bandwidth), or the same in latency alone (latency). What nodes cost is mea
 
 Peers take turns in one run: the graph as it is (none), torch's own pass (overlap_scheduling with
 buckets, given this cost model), ours, and for two programs a schedule by hand: gradients in buckets
-from hooks, as DDP has it, and gathers three weights ahead, as FSDP has it.
+from hooks, as DDP has it, and gathers three weights ahead, as FSDP has it. Where buckets change how
+sums are rounded (gloo with four ranks), which torch's pass and DDP take for granted, ours is run
+with numerics="rounding", and with the same bits as the graph beside it (bitwise).
+
+What the passes are told is measured on the graph as it is: nodes and calls under each link, what a
+call takes of a computation beside it by calibrate().
 
 One file, for it is one list of programs, and what runs them all alike.
 """
@@ -49,7 +55,7 @@ from benchmarks import _history, optimizer_programs
 from benchmarks._report import TARGETS, Table, machine
 from benchmarks.optimizer import torch_scheduled
 from torch_c10d_ext import Compute, Link, calibrate
-from torch_c10d_ext._groups import group_size
+from torch_c10d_ext._groups import group_size, sums_in_rank_order
 from torch_c10d_ext._op_info import op_info
 from torch_c10d_ext.functional import wait_tensor
 from torch_c10d_ext.optimizer import Settings, optimize_and_report
@@ -648,13 +654,18 @@ def measure(name: str, kinds: list[str], backend: str) -> list[dict[str, Any]]:
             profile = _profile(graph, inputs, link)
             compute = profile.cost
             known = _known(link, real, profile.per_call, Runner(graph, link))
-            settings = Settings.of(None, None, link=known, compute=compute)
+            exact = Settings.of(None, None, link=known, compute=compute)
+            settings = (
+                exact if sums_in_rank_order(_group()) else replace(exact, numerics="rounding")
+            )
             began = time.process_time()
             new, about = optimize_and_report(graph, settings)
             took = time.process_time() - began
             p = problem_of(graph.graph, settings.costs())
             keys, sizes = bucket_keys(p, settings, settings.costs(), Optimization(), True)
             graphs = {"none": graph, "ours": new}
+            if settings is not exact:
+                graphs["bitwise"] = optimize_and_report(graph, exact)[0]
             try:
                 graphs["torch"] = torch_scheduled(graph, known, compute)
             except Exception as error:
@@ -729,10 +740,10 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
     return [
         row["program"],
-        f"{row['backend']}, {row['link']}",
+        f"{row['ranks']} on {row['backend']}, {row['link']}",
         f"{row['hidden']:.2f}",
         f"{row['launches'][0]} to {row['launches'][1]} ({row['fewest']})",
-        *map(of, ("none", "torch", "hand", "ours")),
+        *map(of, ("none", "torch", "hand", "bitwise", "ours")),
         f"{_ratio(row, _best(row)):.2f}",
         f"{m['ours'] / row['predicted'][1]:.2f}",
         f"{row['peak'][1] / (1.1 * row['peak'][0]):.2f}",
@@ -740,9 +751,9 @@ def _cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-HEAD = ["program", "backend, link", "hidden", "launches (fewest)", "none ms", "torch ms"]
-HEAD += ["by hand ms", "ours ms", "best of torch / ours", "measured / predicted", "peak / budget"]
-HEAD += ["pass s"]
+HEAD = ["program", "ranks, backend, link", "hidden", "launches (fewest)"]
+HEAD += ["none ms", "torch ms", "by hand ms", "bitwise ms", "ours ms", "best of torch / ours"]
+HEAD += ["measured / predicted", "peak / budget", "pass s"]
 
 
 def tables(rows: list[dict[str, Any]]) -> list[Table]:
@@ -804,13 +815,12 @@ def tables(rows: list[dict[str, Any]]) -> list[Table]:
     ]
 
 
-def _rank(rank: int, options: Any, backend: str, store: str, out: str) -> None:
+def _rank(rank: int, options: Any, world: int, backend: str, store: str, out: str) -> None:
     torch.set_num_threads(1)
     _exact_sleeps()
     _torchvision_without_library()
     for name in ("torch", "torch_c10d_ext"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    world = options.ranks
     dist.init_process_group(
         backend, store=dist.FileStore(store, world), rank=rank, world_size=world
     )
@@ -829,24 +839,27 @@ def _rank(rank: int, options: Any, backend: str, store: str, out: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--backends", nargs="+", default=["shm", "gloo"])
     parser.add_argument("--links", nargs="+", default=["latency", "balanced", "bandwidth"])
     parser.add_argument("--only", nargs="+", choices=PROGRAMS)
-    parser.add_argument("--out", default="rows.jsonl", help="a row of JSON per line is added")
+    parser.add_argument("--out", help="a file, to which a row of JSON per line is added")
     _history.add_option(parser)
     options = parser.parse_args()
-    for backend in options.backends:
-        with tempfile.TemporaryDirectory() as folder:
-            arguments = (options, backend, f"{folder}/store", options.out)
-            mp.spawn(_rank, arguments, nprocs=options.ranks)
-    rows = [json.loads(line) for line in Path(options.out).read_text().splitlines()]
+    heading = machine("cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        out = options.out or f"{folder}/rows"
+        for world in options.ranks:
+            for backend in options.backends:
+                arguments = (options, world, backend, f"{folder}/{world}{backend}", out)
+                mp.spawn(_rank, arguments, nprocs=world)
+        rows = [json.loads(line) for line in Path(out).read_text().splitlines()]
     made = tables(rows)
     for table in made:
         print(table.text())
     if options.record:
         command = " ".join(["python", "benchmarks/optimizer_models.py", *sys.argv[1:]])
-        _history.record(options.record, machine("cpu"), command, made)
+        _history.record(options.record, heading, command, made)
 
 
 if __name__ == "__main__":
