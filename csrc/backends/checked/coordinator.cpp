@@ -12,36 +12,17 @@ namespace {
 using Clock = Coordinator::Clock;
 using Kind = ErrorKind;
 
-// What a rank on another machine has to say that it is there.
-constexpr std::chrono::milliseconds kPatience{300};
-
 }  // namespace
 
 Coordinator::Coordinator(const Roster& roster, Tell tell)
-    : roster_(roster),
-      tell_(std::move(tell)),
-      calls_(static_cast<size_t>(roster.place().size)),
-      left_(calls_.size()) {}
+    : roster_(roster), tell_(std::move(tell)), progress_(roster) {}
 
 void Coordinator::hear(int rank, uint32_t kind, Payload& words) {
-  const auto r = static_cast<size_t>(rank);
   switch (kind) {
-    case kCalling: {
-      auto called = take_fingerprint(words);
-      const auto is_of_all = [&](const auto& parts) {
-        return parts.empty() || parts.size() == calls_.size();
-      };
-      if (!is_of_all(called.sends) || !is_of_all(called.expects) ||
-          called.root >= roster_.place().size) {
-        throw std::runtime_error("a call of another group");
-      }
-      if (static_cast<uint64_t>(words.number()) != agreed_ + calls_[r].size() + 1) {
-        throw std::runtime_error("a call is missing");
-      }
-      calls_[r].push_back(std::move(called));
+    case kCalling:
+      progress_.hear_call(rank, words);
       compare();
       break;
-    }
     case kPosting: {
       auto posted = take_posted(words);
       posted.rank = rank;
@@ -56,7 +37,7 @@ void Coordinator::hear(int rank, uint32_t kind, Payload& words) {
     case kLate: {
       const auto seq = static_cast<uint64_t>(words.number());
       const auto within = words.text();
-      ask({seq, kLate, within}, suspects(seq));
+      ask({seq, kLate, within}, progress_.suspects(seq));
       break;
     }
     case kBroken: {
@@ -67,7 +48,7 @@ void Coordinator::hear(int rank, uint32_t kind, Payload& words) {
         tell_all(kDoomed, Payload().put(static_cast<int64_t>(seq)));
         break;
       }
-      ask({seq, kBroken, why}, suspects(seq));
+      ask({seq, kBroken, why}, progress_.suspects(seq));
       break;
     }
     case kAsking:
@@ -86,12 +67,10 @@ void Coordinator::hear(int rank, uint32_t kind, Payload& words) {
       break;
     }
     case kPong:
-      for (auto& question : questions_) {
-        question.silent.erase(rank);
-      }
+      questions_.hear(rank);
       break;
     case kLeaving:
-      left_[r] = kLeft;
+      progress_.leave(rank);
       matching_.take_out([&](const Posted& posted) { return posted.rank == rank; });
       deny_those_without_peers();
       compare();
@@ -108,45 +87,23 @@ void Coordinator::hear(int rank, uint32_t kind, Payload& words) {
 }
 
 Clock::time_point Coordinator::next_look() const {
-  auto next = Clock::time_point::max();
-  for (const auto& question : questions_) {
-    next = std::min(next, question.until);
-  }
-  return next;
+  return questions_.next();
 }
 
 void Coordinator::look(Clock::time_point now) {
-  std::vector<Question> ripe;
-  std::erase_if(questions_, [&](const Question& question) {
-    // That data does not come may be for a rank whose end is yet to be heard of.
-    const bool answered = question.silent.empty() && question.kind != kBroken;
-    if (answered || question.until <= now) {
-      ripe.push_back(question);
-      return true;
-    }
-    return false;
-  });
-  for (const auto& question : ripe) {
+  for (const auto& question : questions_.take_ripe(now)) {
     answer(question);
   }
 }
 
 void Coordinator::lose(const std::vector<int>& ranks, const std::string& how) {
-  bool any = false;
-  for (const int rank : ranks) {
-    auto& left = left_[static_cast<size_t>(rank)];
-    if (left.empty()) {
-      left = how;
-      any = true;
-    }
-  }
-  if (any) {
-    end_for_all(lost());
+  if (progress_.lose(ranks, how)) {
+    end_for_all(progress_.lost());
   }
 }
 
 bool Coordinator::is_alone() const {
-  return std::none_of(left_.begin() + 1, left_.end(), [](auto& how) { return how.empty(); });
+  return progress_.is_alone();
 }
 
 bool Coordinator::has_messages() const {
@@ -160,21 +117,15 @@ void Coordinator::tell_all(Says kind, const Payload& words) {
 }
 
 void Coordinator::compare() {
-  const bool wanted = std::any_of(calls_.begin(), calls_.end(), [](auto& c) { return !c.empty(); });
-  if (wanted && has_lost_some()) {
-    end_for_all(lost());  // what a rank called before it left it will not do
+  if (progress_.has_someone_called() && progress_.has_lost_some()) {
+    end_for_all(progress_.lost());  // what a rank called before it left it will not do
   }
-  while (!has_ended_ &&
-         std::none_of(calls_.begin(), calls_.end(), [](auto& c) { return c.empty(); })) {
-    ++agreed_;
-    std::vector<Fingerprint> calls;
-    for (auto& own : calls_) {
-      calls.push_back(std::move(own.front()));
-      own.pop_front();
-    }
+  while (!has_ended_ && progress_.have_all_called()) {
+    const auto calls = progress_.take_calls();
+    const uint64_t agreed = progress_.agreed();
     Payload words;
-    words.put(static_cast<int64_t>(agreed_));
-    if (const auto found = difference(calls, agreed_)) {
+    words.put(static_cast<int64_t>(agreed));
+    if (const auto found = difference(calls, agreed)) {
       words.put(found->text).put(found->ranks);
       tell_all(kDiffer, words);
       if (found->ends_group) {
@@ -231,18 +182,17 @@ std::vector<int> Coordinator::peers_of(const Posted& posted) const {
 }
 
 void Coordinator::deny_those_without_peers() {
-  if (!has_lost_some()) {
+  if (!progress_.has_lost_some()) {
     return;
   }
   const auto orphans = matching_.take_out([this](const Posted& posted) {
     const auto peers = peers_of(posted);
     return std::none_of(peers.begin(), peers.end(),
-                        [this](int r) { return left_[static_cast<size_t>(r)].empty(); });
+                        [this](int r) { return progress_.is_there(r); });
   });
   for (const auto& orphan : orphans) {
     const auto peers = peers_of(orphan);
-    const auto who =
-        roster_.describe(peers, [this](int rank) { return left_[static_cast<size_t>(rank)]; });
+    const auto who = roster_.describe(peers, [this](int rank) { return progress_.how_left(rank); });
     deny(orphan, Kind::RankLost, {text_of_loss(text_of_message(orphan.tag), who), peers});
   }
 }
@@ -254,22 +204,9 @@ void Coordinator::end_for_all(const End& end) {
   }
 }
 
-std::vector<int> Coordinator::suspects(uint64_t seq) const {
-  std::vector<int> ranks;
-  for (size_t rank = 0; seq > agreed_ && rank < calls_.size(); ++rank) {
-    if (agreed_ + calls_[rank].size() < seq) {
-      ranks.push_back(static_cast<int>(rank));
-    }
-  }
-  for (size_t rank = 1; seq <= agreed_ && rank < calls_.size(); ++rank) {
-    ranks.push_back(static_cast<int>(rank));
-  }
-  return ranks;
-}
-
 std::vector<int> Coordinator::awaited_by(int rank, Says question, uint64_t number) const {
   if (question == kAsking) {
-    return number > agreed_ ? suspects(number) : std::vector<int>();
+    return number > progress_.agreed() ? progress_.suspects(number) : std::vector<int>();
   }
   const auto* posted = matching_.find(rank, number);
   return posted == nullptr || posted->peer < 0 ? std::vector<int>() : peers_of(*posted);
@@ -277,10 +214,8 @@ std::vector<int> Coordinator::awaited_by(int rank, Says question, uint64_t numbe
 
 void Coordinator::ask(Question question, const std::vector<int>& ranks) {
   // Of one that ends the group one is enough.
-  const auto ends = [](const Question& q) { return q.kind == kLate || q.kind == kBroken; };
-  const bool asked = std::any_of(questions_.begin(), questions_.end(), ends);
-  if (has_ended_ || (question.kind == kLate && question.seq <= agreed_) ||
-      (ends(question) && asked)) {
+  if (has_ended_ || (question.kind == kLate && question.seq <= progress_.agreed()) ||
+      (question.ends_group() && questions_.has_end())) {
     return;
   }
   for (const int rank : ranks) {
@@ -289,11 +224,7 @@ void Coordinator::ask(Question question, const std::vector<int>& ranks) {
       tell_(rank, kPing, {});
     }
   }
-  // A rank that is gone makes itself known meanwhile.
-  question.until = question.kind == kBroken  ? Clock::now() + kPatience
-                   : question.silent.empty() ? Clock::now()
-                                             : Clock::now() + kPatience;
-  questions_.push_back(std::move(question));
+  questions_.add(std::move(question));
 }
 
 void Coordinator::answer(const Question& question) {
@@ -324,21 +255,21 @@ void Coordinator::answer(const Question& question) {
     }
     return;
   }
-  auto ranks = suspects(seq);
+  auto ranks = progress_.suspects(seq);
   if (question.kind == kLate) {
-    if (seq > agreed_) {
+    if (seq > progress_.agreed()) {
       std::ostringstream text;
       text << "the collective " << seq << " must be done within " << question.why
            << ", got no answer from " << roster_.describe(ranks, state_of);
       for (const int rank : ranks) {
-        const uint64_t at = agreed_ + calls_[static_cast<size_t>(rank)].size();
+        const uint64_t at = progress_.at(rank);
         text << "; rank " << rank << " is "
              << (at == 0 ? "before its first collective" : "at collective " + std::to_string(at));
       }
       end_for_all({Kind::Timeout, ranks, text.str(), kDataGrace});
     }
-  } else if (has_lost_some()) {
-    end_for_all(lost());
+  } else if (progress_.has_lost_some()) {
+    end_for_all(progress_.lost());
   } else {
     std::erase_if(ranks, [&](int rank) {
       const auto state = state_of(rank);
@@ -351,27 +282,6 @@ void Coordinator::answer(const Question& question) {
     }
     end_for_all({Kind::Timeout, ranks, text.str(), kDataGrace});
   }
-}
-
-bool Coordinator::has_lost_some() const {
-  return std::any_of(left_.begin(), left_.end(), [](auto& how) { return !how.empty(); });
-}
-
-End Coordinator::lost() const {
-  std::vector<int> gone;
-  std::chrono::milliseconds grace = kUnlimited;
-  for (size_t rank = 0; rank < left_.size(); ++rank) {
-    if (!left_[rank].empty()) {
-      gone.push_back(static_cast<int>(rank));
-      // What would come over a link that is down the kernel has waited for.
-      grace = left_[rank] == kUnreachable ? std::chrono::milliseconds(0)
-              : left_[rank] == kGone      ? kDataGrace
-                                          : grace;
-    }
-  }
-  return {Kind::RankLost, gone,
-          roster_.describe(gone, [this](int rank) { return left_[static_cast<size_t>(rank)]; }),
-          grace};
 }
 
 }  // namespace c10d_ext

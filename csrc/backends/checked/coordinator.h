@@ -5,13 +5,14 @@
 
 #include <chrono>
 #include <cstdint>
-#include <deque>
 #include <functional>
-#include <set>
 #include <string>
 #include <vector>
 
+#include "backends/checked/matching.h"
 #include "backends/checked/protocol.h"
+#include "backends/checked/questions.h"
+#include "backends/checked/rank_progress.h"
 #include "backends/checked/roster.h"
 
 namespace c10d_ext {
@@ -39,17 +40,6 @@ class Coordinator {
   bool has_messages() const;
 
  private:
-  // Something is the matter with collective `seq`, or message `seq` of rank `of`, or rank `of` asks
-  // about one of them.
-  struct Question {
-    uint64_t seq;
-    Says kind;
-    std::string why;
-    int of = 0;
-    Clock::time_point until{};
-    std::set<int> silent{};
-  };
-
   void compare();
   void match(const Posted& posted);
   void deny(const Posted& posted, ErrorKind kind, const Difference& why);
@@ -60,11 +50,6 @@ class Coordinator {
   void ask(Question question, const std::vector<int>& ranks);
   void answer(const Question& question);
 
-  // The ranks that are no more there.
-  bool has_lost_some() const;
-  End lost() const;
-  // Ranks that have not called `seq`; where all have, all but this one.
-  std::vector<int> suspects(uint64_t seq) const;
   // Whom collective or message `number` of `rank` waits for; none where that can be anybody.
   std::vector<int> awaited_by(int rank, Says question, uint64_t number) const;
   // Whom a message can come from, or go to.
@@ -73,12 +58,9 @@ class Coordinator {
   const Roster& roster_;
   const Tell tell_;
   bool has_ended_ = false;
-  // What each rank has called since the last collective on which all agreed.
-  uint64_t agreed_ = 0;
-  std::vector<std::deque<Fingerprint>> calls_;
-  std::vector<std::string> left_;  // how each rank has, empty: it has not
+  RankProgress progress_;
   Matching matching_;
-  std::vector<Question> questions_;
+  Questions questions_;
 };
 
 }  // namespace c10d_ext

@@ -1,0 +1,56 @@
+#include "backends/checked/questions.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace c10d_ext {
+
+namespace {
+
+// What a rank on another machine has to say that it is there.
+constexpr std::chrono::milliseconds kPatience{300};
+
+}  // namespace
+
+bool Questions::has_end() const {
+  return std::any_of(questions_.begin(), questions_.end(),
+                     [](const Question& question) { return question.ends_group(); });
+}
+
+void Questions::add(Question question) {
+  // A rank that is gone makes itself known meanwhile.
+  question.until = question.kind == kBroken  ? Clock::now() + kPatience
+                   : question.silent.empty() ? Clock::now()
+                                             : Clock::now() + kPatience;
+  questions_.push_back(std::move(question));
+}
+
+void Questions::hear(int rank) {
+  for (auto& question : questions_) {
+    question.silent.erase(rank);
+  }
+}
+
+Questions::Clock::time_point Questions::next() const {
+  auto next = Clock::time_point::max();
+  for (const auto& question : questions_) {
+    next = std::min(next, question.until);
+  }
+  return next;
+}
+
+std::vector<Question> Questions::take_ripe(Clock::time_point now) {
+  std::vector<Question> ripe;
+  std::erase_if(questions_, [&](const Question& question) {
+    // That data does not come may be for a rank whose end is yet to be heard of.
+    const bool answered = question.silent.empty() && question.kind != kBroken;
+    if (answered || question.until <= now) {
+      ripe.push_back(question);
+      return true;
+    }
+    return false;
+  });
+  return ripe;
+}
+
+}  // namespace c10d_ext

@@ -1,0 +1,52 @@
+#pragma once
+
+// What rank 0 is yet to answer, and which ranks have not said meanwhile that they are there. For
+// the coordinator's thread alone. No torch in here.
+
+#include <chrono>
+#include <cstdint>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "backends/checked/protocol.h"
+
+namespace c10d_ext {
+
+// Something is the matter with collective `seq`, or message `seq` of rank `of`, or rank `of` asks
+// about one of them.
+struct Question {
+  uint64_t seq;
+  Says kind;
+  std::string why;
+  int of = 0;
+  std::chrono::steady_clock::time_point until{};
+  std::set<int> silent{};
+
+  // Its answer ends the group.
+  bool ends_group() const {
+    return kind == kLate || kind == kBroken;
+  }
+};
+
+class Questions {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  // Whether one is open whose answer ends the group.
+  bool has_end() const;
+  // It is answered once the ranks that are silent have said that they are there, or have had their
+  // time.
+  void add(Question question);
+  // A rank says that it is there.
+  void hear(int rank);
+  // When there is something to take_ripe().
+  Clock::time_point next() const;
+  // Those to answer now.
+  std::vector<Question> take_ripe(Clock::time_point now);
+
+ private:
+  std::vector<Question> questions_;
+};
+
+}  // namespace c10d_ext
