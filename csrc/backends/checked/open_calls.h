@@ -1,12 +1,12 @@
 #pragma once
 
-// What this rank has called and what is not over, as any thread of it and the agreement's own know
-// it. No torch in here, and no connection.
+// What this rank has called, as any thread of it and the agreement's own know it: the table of
+// calls under its lock, what is to be said to rank 0, and who waits for an answer. No torch in
+// here, and no connection.
 
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <map>
 #include <mutex>
@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "backends/checked/call_table.h"
 #include "backends/checked/protocol.h"
 #include "backends/checked/roster.h"
 #include "base/errors.h"
@@ -22,26 +23,17 @@
 
 namespace c10d_ext {
 
-// A collective, or one end of a message.
-struct OpenCall {
-  std::string op;
-  std::optional<int64_t> tag;  // of a message
-  std::chrono::milliseconds timeout;
-  std::function<void(uint64_t)> begin;  // with the peer of a message, else the number
-  std::function<void(const Failure&)> fail;
-  std::chrono::steady_clock::time_point late{};  // when it has taken too long, as far as is known
-  bool asked = false;                            // rank 0, what is the matter
-};
-
 class OpenCalls {
  public:
-  using Clock = std::chrono::steady_clock;
-  using Milliseconds = std::chrono::milliseconds;
-  using Begin = std::pair<uint64_t, std::function<void(uint64_t)>>;
+  using Clock = CallTable::Clock;
+  using Milliseconds = CallTable::Milliseconds;
+  using Begin = CallTable::Begin;
+  using Failed = CallTable::Failed;
+  using Late = CallTable::Late;
   using Asked = std::pair<Says, uint64_t>;  // what, and of which collective or message
 
-  static constexpr auto kNever = Clock::time_point::max();
-  static constexpr char kDestroyed[] = "the group must be alive, got a destroyed one";
+  static constexpr auto kNever = CallTable::kNever;
+  static constexpr auto& kDestroyed = CallTable::kDestroyed;
 
   // Something to say about collective, or message, `seq`.
   struct News {
@@ -49,13 +41,9 @@ class OpenCalls {
     Says kind;
     Payload words;
   };
-  struct Failed {
-    OpenCall call;
-    Failure failure;
-  };
 
   // `roster` outlives this. `verdict`: what rank 0 has to find out what is the matter.
-  OpenCalls(const Roster& roster, Milliseconds verdict) : roster_(roster), verdict_(verdict) {}
+  OpenCalls(const Roster& roster, Milliseconds verdict) : table_(roster, verdict) {}
 
   // --- From any thread --------------------------------------------------------------------------
 
@@ -79,7 +67,9 @@ class OpenCalls {
   void leave(std::optional<Milliseconds> grace);
   void wait_until_left() const;
 
-  Failure closed(const std::string& op, uint64_t seq, const std::string& text) const;
+  Failure closed(const std::string& op, uint64_t seq, const std::string& text) const {
+    return table_.closed(op, seq, text);
+  }
 
   // --- From the agreement's thread --------------------------------------------------------------
 
@@ -89,14 +79,8 @@ class OpenCalls {
   std::vector<News> take_news();
   // Its data does not come. Whether rank 0 is to be asked why.
   bool break_off(uint64_t seq);
-
-  struct Late {
-    std::vector<std::pair<Says, Payload>> questions;  // to rank 0
-    std::string unanswered;                           // what rank 0 says nothing about
-  };
   // `is_root_stopped` is asked where something is late.
   Late take_late(Clock::time_point now, const std::function<bool()>& is_root_stopped);
-
   void go(uint64_t seq);
   void take_answer(Asked asked, Difference who);
   // From here on the inner backend knows of the message, and of its end.
@@ -118,16 +102,6 @@ class OpenCalls {
   void set_left();
 
  private:
-  using Calls = std::map<uint64_t, OpenCall>;
-
-  Failure failure_of(ErrorKind kind, const std::string& op, uint64_t seq, const std::string& text,
-                     std::vector<int> ranks) const;
-  Failure told(const std::string& op, uint64_t seq, const std::optional<int64_t>& tag) const;
-  void deny(Calls& calls, uint64_t seq, ErrorKind kind, const Difference& why);
-
-  const Roster& roster_;
-  const Milliseconds verdict_;
-
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
   // Guarded by mutex_ from here on.
@@ -135,19 +109,10 @@ class OpenCalls {
   uint64_t posted_ = 0;
   bool leaving_ = false;
   bool has_left_ = false;
-  bool abandoned_ = false;
   std::vector<News> news_;
-  Calls waiting_;  // for the other ranks to call it
-  Calls running_;
-  Calls messages_;  // that wait for their other ends
-  // Nothing that waits is late before.
-  Clock::time_point soonest_ = kNever;
   // The answer once it is there.
   std::map<Asked, std::optional<Difference>> asked_;
-  std::deque<Begin> begins_;  // agreed on, in their order
-  std::vector<Begin> grants_;
-  std::vector<Failed> fails_;
-  std::optional<End> end_;
+  CallTable table_;
 };
 
 }  // namespace c10d_ext

@@ -1,0 +1,213 @@
+#include "backends/checked/call_table.h"
+
+#include <algorithm>
+#include <sstream>
+#include <utility>
+
+#include "base/timeouts.h"
+
+namespace c10d_ext {
+
+namespace {
+
+CallTable::Clock::time_point after(CallTable::Milliseconds time) {
+  return CallTable::Clock::now() + bounded(time);
+}
+
+std::string seconds(CallTable::Milliseconds time) {
+  std::ostringstream out;
+  out << std::chrono::duration<double>(time).count() << " s";
+  return out.str();
+}
+
+}  // namespace
+
+// --- Texts -------------------------------------------------------------------------------------
+
+Failure CallTable::failure_of(ErrorKind kind, const std::string& op, uint64_t seq,
+                              const std::string& text, std::vector<int> ranks) const {
+  return {kind, op + ": " + text + " " + roster_.place().text(), std::move(ranks), op, seq};
+}
+
+Failure CallTable::closed(const std::string& op, uint64_t seq, const std::string& text) const {
+  return failure_of(ErrorKind::Closed, op, seq, text, {});
+}
+
+Failure CallTable::told(const std::string& op, uint64_t seq,
+                        const std::optional<int64_t>& tag) const {
+  std::string text = end_->why;
+  if (end_->kind == ErrorKind::RankLost) {
+    text = text_of_loss(tag        ? text_of_message(*tag)
+                        : seq == 0 ? "message"
+                                   : "collective " + std::to_string(seq),
+                        text);
+  }
+  return failure_of(end_->kind, op, seq, text, end_->ranks);
+}
+
+// --- Calls -------------------------------------------------------------------------------------
+
+void CallTable::add(Calls& calls, uint64_t seq, OpenCall call) {
+  call.late = after(call.timeout);
+  soonest_ = std::min(soonest_, call.late);
+  calls.emplace(seq, std::move(call));
+}
+
+void CallTable::go(uint64_t seq) {
+  const auto found = waiting_.find(seq);
+  if (found == waiting_.end() || end_) {
+    return;
+  }
+  begins_.emplace_back(seq, std::move(found->second.begin));
+  found->second.late = kNever;
+  found->second.asked = false;
+  running_.insert(waiting_.extract(found));
+}
+
+void CallTable::grant(uint64_t number, uint64_t peer) {
+  const auto found = messages_.find(number);
+  if (found == messages_.end() || end_) {
+    return;
+  }
+  grants_.emplace_back(peer, std::move(found->second.begin));
+  messages_.erase(found);
+}
+
+void CallTable::deny(Calls& calls, uint64_t seq, ErrorKind kind, const Difference& why) {
+  const auto found = calls.find(seq);
+  if (found == calls.end()) {
+    return;
+  }
+  auto failure = failure_of(kind, found->second.op, seq, why.text, why.ranks);
+  fails_.push_back({std::move(found->second), std::move(failure)});
+  calls.erase(found);
+}
+
+std::optional<OpenCall> CallTable::take_running(uint64_t seq) {
+  auto taken = running_.extract(seq);
+  return taken ? std::optional(std::move(taken.mapped())) : std::nullopt;
+}
+
+bool CallTable::break_off(uint64_t seq) {
+  const auto found = running_.find(seq);
+  if (found == running_.end() || found->second.asked) {
+    return false;
+  }
+  found->second.asked = true;
+  found->second.late = end_ ? Clock::now() : after(verdict_);
+  return true;
+}
+
+void CallTable::finish(End end) {
+  if (end_) {
+    return;
+  }
+  for (auto& [seq, call] : running_) {
+    call.late = call.asked ? Clock::now() : end.grace == kUnlimited ? kNever : after(end.grace);
+  }
+  end_ = std::move(end);
+}
+
+void CallTable::doom(uint64_t seq) {
+  const auto found = running_.find(seq);
+  if (found != running_.end() && end_) {
+    found->second.late = Clock::now();
+  }
+}
+
+std::vector<CallTable::Failed> CallTable::close() {
+  std::vector<Failed> fails;
+  abandoned_ |= running_.size() > begins_.size();
+  begins_.clear();
+  for (auto* calls : {&waiting_, &running_, &messages_}) {
+    for (auto& [seq, call] : *calls) {
+      auto failure = end_ ? told(call.op, seq, call.tag) : closed(call.op, seq, kDestroyed);
+      fails.push_back({std::move(call), std::move(failure)});
+    }
+    calls->clear();
+  }
+  return fails;
+}
+
+// --- What there is to do -----------------------------------------------------------------------
+
+CallTable::Clock::time_point CallTable::next_late() const {
+  auto next = end_ ? kNever : soonest_;
+  for (const auto& [seq, call] : running_) {
+    next = std::min(next, call.late);
+  }
+  return next;
+}
+
+CallTable::Late CallTable::take_late(Clock::time_point now,
+                                     const std::function<bool()>& is_root_stopped) {
+  Late late;
+  if (end_) {
+    return late;
+  }
+  if (soonest_ <= now) {
+    soonest_ = kNever;
+    for (auto* calls : {&waiting_, &messages_}) {
+      for (auto& [seq, call] : *calls) {
+        if (call.late <= now && (call.asked || is_root_stopped())) {
+          late.unanswered =
+              (call.tag ? text_of_message(*call.tag) : "collective " + std::to_string(seq)) +
+              " must be done within " + seconds(call.timeout);
+        } else if (call.late <= now) {
+          call.asked = true;
+          call.late = after(verdict_);
+          late.questions.emplace_back(
+              call.tag ? kOverdue : kLate,
+              Payload().put(static_cast<int64_t>(seq)).put(seconds(call.timeout)));
+        }
+        soonest_ = std::min(soonest_, call.late);
+      }
+    }
+  }
+  for (const auto& [seq, call] : running_) {
+    if (call.late <= now) {
+      late.unanswered = "data of collective " + std::to_string(seq) + " must arrive";
+    }
+  }
+  return late;
+}
+
+std::pair<std::vector<CallTable::Begin>, std::vector<CallTable::Failed>> CallTable::take_settled() {
+  auto grants = std::exchange(grants_, {});
+  auto fails = std::exchange(fails_, {});
+  if (!end_) {
+    return {std::move(grants), std::move(fails)};
+  }
+  const auto fail = [&](Calls& calls, Calls::iterator it) {
+    auto failure = told(it->second.op, it->first, it->second.tag);
+    fails.push_back({std::move(it->second), std::move(failure)});
+    return calls.erase(it);
+  };
+  for (auto* calls : {&waiting_, &messages_}) {
+    for (auto it = calls->begin(); it != calls->end();) {
+      it = fail(*calls, it);
+    }
+  }
+  const auto now = Clock::now();
+  for (auto it = running_.begin(); it != running_.end();) {
+    if (it->second.late > now) {
+      ++it;
+      continue;
+    }
+    const auto begun = std::erase_if(begins_, [&](auto& b) { return b.first == it->first; }) == 0;
+    abandoned_ |= begun;
+    it = fail(running_, it);
+  }
+  return {std::move(grants), std::move(fails)};
+}
+
+std::optional<CallTable::Begin> CallTable::next_to_begin() {
+  if (begins_.empty() || running_.begin()->first != begins_.front().first) {
+    return std::nullopt;
+  }
+  auto next = std::move(begins_.front());
+  begins_.pop_front();
+  return next;
+}
+
+}  // namespace c10d_ext

@@ -1,0 +1,135 @@
+#pragma once
+
+// The calls of this rank that are not over: those that wait for other ranks, those that run, those
+// that failed; and when one is late. Not for several threads at once: whoever holds one has the
+// lock. No torch in here, and no connection.
+
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "backends/checked/protocol.h"
+#include "backends/checked/roster.h"
+#include "base/errors.h"
+#include "base/fingerprint.h"
+
+namespace c10d_ext {
+
+// A collective, or one end of a message.
+struct OpenCall {
+  std::string op;
+  std::optional<int64_t> tag;  // of a message
+  std::chrono::milliseconds timeout;
+  std::function<void(uint64_t)> begin;  // with the peer of a message, else the number
+  std::function<void(const Failure&)> fail;
+  std::chrono::steady_clock::time_point late{};  // when it has taken too long, as far as is known
+  bool asked = false;                            // rank 0, what is the matter
+};
+
+class CallTable {
+ public:
+  using Clock = std::chrono::steady_clock;
+  using Milliseconds = std::chrono::milliseconds;
+  using Begin = std::pair<uint64_t, std::function<void(uint64_t)>>;
+
+  static constexpr auto kNever = Clock::time_point::max();
+  static constexpr char kDestroyed[] = "the group must be alive, got a destroyed one";
+
+  struct Failed {
+    OpenCall call;
+    Failure failure;
+  };
+  struct Late {
+    std::vector<std::pair<Says, Payload>> questions;  // to rank 0
+    std::string unanswered;                           // what rank 0 says nothing about
+  };
+
+  // `roster` outlives this. `verdict`: what rank 0 has to find out what is the matter.
+  CallTable(const Roster& roster, Milliseconds verdict) : roster_(roster), verdict_(verdict) {}
+
+  // A call that waits for other ranks from here on.
+  void add_collective(uint64_t seq, OpenCall call) {
+    add(waiting_, seq, std::move(call));
+  }
+  void add_message(uint64_t number, OpenCall call) {
+    add(messages_, number, std::move(call));
+  }
+  // All ranks have called it: it runs.
+  void go(uint64_t seq);
+  // From here on the inner backend knows of the message, and of its end.
+  void grant(uint64_t number, uint64_t peer);
+  void deny_collective(uint64_t seq, ErrorKind kind, const Difference& why) {
+    deny(waiting_, seq, kind, why);
+  }
+  void deny_message(uint64_t number, ErrorKind kind, const Difference& why) {
+    deny(messages_, number, kind, why);
+  }
+  // A collective whose data is there, which runs no longer; none where it did not.
+  std::optional<OpenCall> take_running(uint64_t seq);
+  // Its data does not come. Whether rank 0 is to be asked why.
+  bool break_off(uint64_t seq);
+  // The group is of no more use. The first reason stays.
+  void finish(End end);
+  // Collective `seq` has broken off at some rank, and the group is of no more use.
+  void doom(uint64_t seq);
+  // All that is left, which fails.
+  std::vector<Failed> close();
+
+  // When something that runs or waits is late.
+  Clock::time_point next_late() const;
+  // `is_root_stopped` is asked where something is late.
+  Late take_late(Clock::time_point now, const std::function<bool()>& is_root_stopped);
+  // Messages to begin, and what has failed.
+  std::pair<std::vector<Begin>, std::vector<Failed>> take_settled();
+  // The collectives of a group run one after the other, in the order of their calls.
+  std::optional<Begin> next_to_begin();
+
+  const std::optional<End>& end() const {
+    return end_;
+  }
+  // Where a collective has failed after it was begun.
+  bool has_abandoned() const {
+    return abandoned_;
+  }
+  // Whether a collective is agreed on that has not begun.
+  bool has_begins() const {
+    return !begins_.empty();
+  }
+  bool has_collectives() const {
+    return !waiting_.empty() || !running_.empty();
+  }
+
+  // Of a group that is no more; the only one that needs no lock.
+  Failure closed(const std::string& op, uint64_t seq, const std::string& text) const;
+  // Of what ends with the group, once it has ended.
+  Failure told(const std::string& op, uint64_t seq, const std::optional<int64_t>& tag) const;
+
+ private:
+  using Calls = std::map<uint64_t, OpenCall>;
+
+  void add(Calls& calls, uint64_t seq, OpenCall call);
+  void deny(Calls& calls, uint64_t seq, ErrorKind kind, const Difference& why);
+  Failure failure_of(ErrorKind kind, const std::string& op, uint64_t seq, const std::string& text,
+                     std::vector<int> ranks) const;
+
+  const Roster& roster_;
+  const Milliseconds verdict_;
+  bool abandoned_ = false;
+  Calls waiting_;  // for the other ranks to call it
+  Calls running_;
+  Calls messages_;  // that wait for their other ends
+  // Nothing that waits is late before.
+  Clock::time_point soonest_ = kNever;
+  std::deque<Begin> begins_;  // agreed on, in their order
+  std::vector<Begin> grants_;
+  std::vector<Failed> fails_;
+  std::optional<End> end_;
+};
+
+}  // namespace c10d_ext
