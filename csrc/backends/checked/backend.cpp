@@ -60,6 +60,43 @@ bool is_quick(const HeldRequest& request) {
   return bytes <= kQuick;
 }
 
+// What requests are lowered to.
+Capabilities capabilities_inside(const c10d::Backend& inner) {
+  Capabilities can = capabilities_of(inner);
+  // As over shared memory: NaN where one of them is, and parts that may differ in size.
+  can.keeps_nan = false;
+  can.exchanges_rooted_parts = true;
+  can.sums_in_rank_order = false;  // not what is made of other methods
+  return can;
+}
+
+Capabilities capabilities_outside(Capabilities inside) {
+  inside.has_blocking_messages = false;
+  return inside;
+}
+
+std::unique_ptr<Agreement> meet(const Rendezvous& expected, const Group& group,
+                                std::chrono::milliseconds timeout) {
+  return expected.joined([&] {
+    return Agreement::join(
+        expected.part_of_store("agreement"),
+        {static_cast<int>(group.rank()), static_cast<int>(group.size()), group.name()}, timeout);
+  });
+}
+
+// For a backend that `inner` makes of itself: options of its own class. Who splits a group writes
+// into what this returns.
+c10::intrusive_ptr<c10d::Backend::Options> inner_options(c10d::Backend& inner,
+                                                         std::chrono::milliseconds timeout,
+                                                         const std::string& name,
+                                                         std::vector<uint64_t> global_ranks) {
+  auto options = inner.getBackendOptions();
+  options->timeout = timeout;
+  options->group_name = name;
+  options->global_ranks_in_group = std::move(global_ranks);
+  return options;
+}
+
 }  // namespace
 
 CheckedBackend::CheckedBackend(c10::intrusive_ptr<c10d::Backend> inner,
@@ -71,29 +108,13 @@ CheckedBackend::CheckedBackend(c10::intrusive_ptr<c10d::Backend> inner,
       strict_(strict),
       connect_(std::move(connect)),
       inner_(std::move(inner)),
-      inner_can_([&] {
-        Capabilities can = capabilities_of(*inner_);
-        // As over shared memory: NaN where one of them is, and parts that may differ in size.
-        can.keeps_nan = false;
-        can.exchanges_rooted_parts = true;
-        can.sums_in_rank_order = false;  // not what is made of other methods
-        return can;
-      }()),
-      can_([&] {
-        Capabilities can = inner_can_;
-        can.has_blocking_messages = false;
-        return can;
-      }()),
+      inner_can_(capabilities_inside(*inner_)),
+      can_(capabilities_outside(inner_can_)),
       inner_info_{counted_as.empty() ? inner_->getBackendName() : counted_as,
                   inner_can_.futures == Capabilities::Futures::Always},
       group_({}, options.group_name, rank_, size_),
-      agreement_([&] {
-        const Rendezvous expected(group_, store_, global_ranks_, options.backend);
-        return expected.joined([&] {
-          return Agreement::join(expected.part_of_store("agreement"),
-                                 {rank_, size_, options.group_name}, options.timeout);
-        });
-      }()),
+      agreement_(meet(Rendezvous(group_, store_, global_ranks_, options.backend), group_,
+                      options.timeout)),
       known_group_(
           known_group(global_ranks_, [a = agreement_](int rank) { return a->gone(rank); })) {
   OpenGroups<Agreement>::of_this_process().add(agreement_);
@@ -216,32 +237,13 @@ CheckedBackend::WorkPtr CheckedBackend::post_message(
   auto started = start_granted(
       agreement_, group_, inner_info_, message, timeout_,
       [backend = inner_, start = std::move(start)](int peer) { return start(*backend, peer); });
-  {
-    std::lock_guard lock(messages_mutex_);
-    if (messages_.size() >= messages_limit_) {
-      std::erase_if(messages_, [](const auto& weak) {
-        const auto known = weak.lock();
-        return !known || known->isCompleted();
-      });
-      messages_limit_ = std::max(kFewMessages, 2 * messages_.size());
-    }
-    messages_.emplace_back(started.end);
-  }
+  messages_.add(started.end);
   return started.work;
 }
 
 void CheckedBackend::leave() {
   agreement_->leave(kCloseGrace);
-  std::vector<c10::weak_intrusive_ptr<c10d::Work>> messages;
-  {
-    std::lock_guard lock(messages_mutex_);
-    messages.swap(messages_);
-  }
-  for (const auto& weak : messages) {
-    if (const auto work = weak.lock()) {
-      work->abort();
-    }
-  }
+  messages_.abort();
 }
 
 CheckedBackend::WorkPtr CheckedBackend::run(const MethodCall& call, const Message& message) {
@@ -287,10 +289,11 @@ c10::intrusive_ptr<c10d::Backend> CheckedBackend::split(
   const bool is_in = std::find(ranks.begin(), ranks.end(), rank_) != ranks.end();
   const GlobalRanks global_ranks = is_in ? global_ranks_.part(ranks) : GlobalRanks();
   // On all ranks: it may be collective over them.
-  return checked(inner_->split(store, ranks,
-                               inner_options(opts->timeout, opts->group_name, global_ranks.ranks)),
-                 c10::make_intrusive<c10d::PrefixStore>("checked", store), opts->timeout,
-                 opts->group_name, global_ranks);
+  return checked(
+      inner_->split(store, ranks,
+                    inner_options(*inner_, opts->timeout, opts->group_name, global_ranks.ranks)),
+      c10::make_intrusive<c10d::PrefixStore>("checked", store), opts->timeout, opts->group_name,
+      global_ranks);
 }
 
 c10::intrusive_ptr<c10d::Backend> CheckedBackend::merge(
@@ -300,7 +303,7 @@ c10::intrusive_ptr<c10d::Backend> CheckedBackend::merge(
     return SplittableBackend::merge(store, opts, rank, size);
   }
   return checked(
-      inner_->merge(store, inner_options(opts->timeout, opts->group_name, {}), rank, size),
+      inner_->merge(store, inner_options(*inner_, opts->timeout, opts->group_name, {}), rank, size),
       c10::make_intrusive<c10d::PrefixStore>("checked", store), opts->timeout, opts->group_name,
       {});
 }
@@ -317,25 +320,16 @@ c10::intrusive_ptr<c10d::Backend> CheckedBackend::shrink(
     without_gil([this] { agreement_->abort(); });  // the inner backend ends its own
   }
   const GlobalRanks global_ranks = global_ranks_.part(rest.ranks);
-  return checked(inner_->shrink(ranks_to_exclude, flags,
-                                inner_options(rest.timeout, rest.name, global_ranks.ranks)),
-                 c10::make_intrusive<c10d::PrefixStore>("checked", rest.store), rest.timeout,
-                 rest.name, global_ranks);
+  return checked(
+      inner_->shrink(ranks_to_exclude, flags,
+                     inner_options(*inner_, rest.timeout, rest.name, global_ranks.ranks)),
+      c10::make_intrusive<c10d::PrefixStore>("checked", rest.store), rest.timeout, rest.name,
+      global_ranks);
 }
 
 void CheckedBackend::check_inner(bool can, string_view op) const {
   C10D_EXT_CHECK_VALUE(can, op, group_, "the backend that is checked must be able to, got '",
                        inner_->getBackendName(), "', which is not");
-}
-
-c10::intrusive_ptr<c10d::Backend::Options> CheckedBackend::inner_options(
-    Milliseconds timeout, const std::string& name, std::vector<uint64_t> global_ranks) const {
-  // Of the inner backend's own class. Who splits a group writes into what this returns.
-  auto options = inner_->getBackendOptions();
-  options->timeout = timeout;
-  options->group_name = name;
-  options->global_ranks_in_group = std::move(global_ranks);
-  return options;
 }
 
 c10::intrusive_ptr<c10d::Backend> CheckedBackend::checked(

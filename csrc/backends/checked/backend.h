@@ -6,7 +6,6 @@
 #include <chrono>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -14,6 +13,7 @@
 
 #include "backends/adapter/adapter.h"
 #include "backends/checked/agreement.h"
+#include "backends/checked/messages_in_flight.h"
 #include "backends/checked/works.h"
 #include "backends/process_group/request_backend.h"
 #include "backends/request.h"
@@ -110,9 +110,6 @@ class CheckedBackend final : public RequestBackend {
                                            int size, Milliseconds timeout, const std::string& name,
                                            const GlobalRanks& global_ranks) const override;
   void check_inner(bool can, std::string_view op) const;
-  // The inner backend's options, for one of its own that it makes.
-  c10::intrusive_ptr<Options> inner_options(Milliseconds timeout, const std::string& name,
-                                            std::vector<uint64_t> global_ranks) const;
   // `inner`, checked as this is; null of null.
   c10::intrusive_ptr<Backend> checked(c10::intrusive_ptr<c10d::Backend> inner,
                                       const c10::intrusive_ptr<c10d::Store>& store,
@@ -128,11 +125,7 @@ class CheckedBackend final : public RequestBackend {
   // Works may outlive the backend; they hold this while they use it.
   std::shared_ptr<Agreement> agreement_;
   const std::shared_ptr<const KnownGroup> known_group_;
-  // In flight, as far as anybody knows; swept when there are as many as the limit.
-  static constexpr size_t kFewMessages = 64;
-  std::mutex messages_mutex_;
-  std::vector<c10::weak_intrusive_ptr<c10d::Work>> messages_;
-  size_t messages_limit_ = kFewMessages;
+  MessagesInFlight messages_;
 
   // Between startCoalescing and endCoalescing: what has been started.
   std::vector<WorkPtr> batch_;
