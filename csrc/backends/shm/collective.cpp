@@ -2,10 +2,23 @@
 
 #include <algorithm>
 #include <cstring>
+#include <string>
 
 #include "backends/shm/algorithms/algorithms.h"
 
 namespace c10d_ext::shm {
+
+namespace {
+
+CallSite call_site_of(const Request& request) {
+  CallSite site{};
+  const std::string& text = request.call_site;
+  const size_t bytes = std::min(text.size(), site.size());
+  std::memcpy(site.data(), text.data() + (text.size() - bytes), bytes);
+  return site;
+}
+
+}  // namespace
 
 Collective::Collective(const GroupMemory& memory, const Request& request, uint64_t seq,
                        const Place& place, const Selection& selection)
@@ -92,7 +105,7 @@ void Collective::announce() {
   d.factor_real = request_.factor.real;
   d.factor_imaginary = request_.factor.imaginary;
   if (!request_.call_site.empty()) {
-    const CallSite site = call_site();
+    const CallSite site = call_site_of(request_);
     std::memcpy(memory_.call_site(me_, seq_), site.data(), site.size());
   }
   if (d.even != 0 && n_ > 1) {

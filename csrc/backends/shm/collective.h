@@ -7,9 +7,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -19,6 +17,9 @@
 #include "backends/shm/task.h"
 
 namespace c10d_ext::shm {
+
+// The line that calls: text, cut at its beginning and filled with zeros.
+using CallSite = std::array<char, Layout::kCallSiteBytes>;
 
 class Collective {
  public:
@@ -112,25 +113,8 @@ class Collective {
   bool is_even() const;
   // Of tensors that travel together.
   uint64_t members_sizes() const;
-  Failure mismatch(Difference found) const;
+  // Finds out whether all parts are even, and the factors.
   std::optional<Failure> compare_headers(bool strict);
-
-  // Text, cut at its beginning and filled with zeros.
-  using CallSite = std::array<char, Layout::kCallSiteBytes>;
-  // What is wrong with headers, or lines, that are not the same.
-  Difference difference_of(const std::vector<CollectiveHeader>& all,
-                           const std::vector<CallSite>& sites, bool with_shapes,
-                           bool with_sites) const;
-  CallSite call_site() const {
-    CallSite site{};
-    const std::string& text = request_.call_site;
-    const size_t bytes = std::min(text.size(), site.size());
-    std::memcpy(site.data(), text.data() + (text.size() - bytes), bytes);
-    return site;
-  }
-  // Of parts of different sizes.
-  std::optional<Failure> compare_tables() const;
-  size_t largest_input() const;
 
   const Selection& selection_;
   std::vector<BufferView> sources_;

@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "backends/shm/collective.h"
 
@@ -53,17 +55,81 @@ std::string describe_overrides(const Control& control, const CollectiveHeader& d
          (is_cut ? " (digest " + std::to_string(d.algorithms) + ")" : "");
 }
 
-}  // namespace
-
-Failure Collective::mismatch(Difference found) const {
-  const std::string op(name_of(type()));
+Failure mismatch(const Collective& c, Difference found) {
+  const std::string op(name_of(c.type()));
   return {ErrorKind::Mismatch,
-          op + ": " + found.text + " " + place_.text(),
+          op + ": " + found.text + " " + c.place_.text(),
           std::move(found.ranks),
           op,
-          seq_,
+          c.seq_,
           found.ends_group};
 }
+
+// What is wrong with headers, or lines, that are not the same.
+Difference difference_of(const Collective& c, const std::vector<CollectiveHeader>& all,
+                         const std::vector<CallSite>& sites, bool with_shapes, bool with_sites) {
+  const auto differs = [&](auto field) {
+    return std::any_of(all.begin(), all.end(),
+                       [&](const CollectiveHeader& d) { return d.*field != all[0].*field; });
+  };
+  const bool other_algorithms = differs(&CollectiveHeader::algorithms);
+  const bool other_seq = differs(&CollectiveHeader::seq);
+  std::vector<Fingerprint> calls;
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    Fingerprint call = fingerprint_of(all[rank], with_shapes);
+    if (other_algorithms) {
+      call.manner = describe_overrides(c.memory_.control(static_cast<int>(rank)), all[rank]);
+    }
+    if (other_seq) {
+      call.manner += " as collective " + std::to_string(all[rank].seq);
+    }
+    if (with_sites && !sites.empty()) {
+      const CallSite& site = sites[rank];
+      call.call_site.assign(site.begin(), std::find(site.begin(), site.end(), '\0'));
+    }
+    calls.push_back(std::move(call));
+  }
+  auto found = difference(calls, c.seq_);
+  return found ? std::move(*found) : Difference{"the ranks' headers must agree, got others", {}};
+}
+
+// Of parts of different sizes. Between every two ranks, what one sends must be what the other
+// expects. Every rank checks all pairs, so that all of them raise.
+std::optional<Failure> compare_tables(const Collective& c) {
+  const size_t n = static_cast<size_t>(c.n_);
+  std::vector<uint64_t> sends(n * n), expects(n * n);
+  for (size_t p = 0; p < n; ++p) {
+    std::memcpy(&sends[p * n], c.memory_.table(static_cast<int>(p), c.seq_, 0),
+                n * sizeof(uint64_t));
+    std::memcpy(&expects[p * n], c.memory_.table(static_cast<int>(p), c.seq_, 1),
+                n * sizeof(uint64_t));
+  }
+  const auto element = static_cast<int64_t>(std::max<size_t>(size_of(c.request_.dtype), 1));
+  auto found = difference_of_parts(
+      c.type(), n, c.seq_, [&](size_t) { return c.request_.root; },
+      [&](size_t from, size_t to) { return static_cast<int64_t>(sends[from * n + to]); },
+      [&](size_t from, size_t to) { return static_cast<int64_t>(expects[to * n + from]); }, element,
+      [&](size_t) { return std::string(name_of(c.request_.dtype)); });
+  return found ? std::optional(mismatch(c, std::move(*found))) : std::nullopt;
+}
+
+// The same on every rank: the tables are.
+size_t largest_input(const Collective& c) {
+  const bool personal = c.type() == OpType::AllToAll || c.type() == OpType::ReduceScatter ||
+                        c.type() == OpType::Scatter;
+  size_t largest = 0;
+  for (int p = 0; p < c.n_; ++p) {
+    const uint64_t* sends = c.memory_.table(p, c.seq_, 0);
+    size_t bytes = 0;
+    for (int to = 0; to < (personal ? c.n_ : 1); ++to) {
+      bytes += sends[to];
+    }
+    largest = std::max(largest, bytes);
+  }
+  return largest;
+}
+
+}  // namespace
 
 std::optional<Failure> Collective::compare(bool strict) {
   if (n_ == 1) {
@@ -77,11 +143,12 @@ std::optional<Failure> Collective::compare(bool strict) {
     return std::nullopt;
   }
   if (type() != OpType::SparseAllReduce) {
-    if (auto failure = compare_tables()) {
+    if (auto failure = compare_tables(*this)) {
       return failure;
     }
   }
-  algorithm_ = selection_.choose(type(), request_.dtype, largest_input(), /*fits_eagerly=*/false);
+  algorithm_ =
+      selection_.choose(type(), request_.dtype, largest_input(*this), /*fits_eagerly=*/false);
   return std::nullopt;
 }
 
@@ -107,7 +174,7 @@ std::optional<Failure> Collective::compare_headers(bool strict) {
   const bool are_same = std::all_of(all.begin(), all.end(), is_as_first);
   if (!are_same || std::any_of(sites.begin(), sites.end(),
                                [&](const CallSite& site) { return site != sites[0]; })) {
-    return mismatch(difference_of(all, sites, strict && !are_same, are_same));
+    return mismatch(*this, difference_of(*this, all, sites, strict && !are_same, are_same));
   }
   if (request_.reduce_op == ReduceOp::PremulSum) {
     for (const CollectiveHeader& d : all) {
@@ -115,68 +182,6 @@ std::optional<Failure> Collective::compare_headers(bool strict) {
     }
   }
   return std::nullopt;
-}
-
-Difference Collective::difference_of(const std::vector<CollectiveHeader>& all,
-                                     const std::vector<CallSite>& sites, bool with_shapes,
-                                     bool with_sites) const {
-  const auto differs = [&](auto field) {
-    return std::any_of(all.begin(), all.end(),
-                       [&](const CollectiveHeader& d) { return d.*field != all[0].*field; });
-  };
-  const bool other_algorithms = differs(&CollectiveHeader::algorithms);
-  const bool other_seq = differs(&CollectiveHeader::seq);
-  std::vector<Fingerprint> calls;
-  for (size_t rank = 0; rank < all.size(); ++rank) {
-    Fingerprint call = fingerprint_of(all[rank], with_shapes);
-    if (other_algorithms) {
-      call.manner = describe_overrides(memory_.control(static_cast<int>(rank)), all[rank]);
-    }
-    if (other_seq) {
-      call.manner += " as collective " + std::to_string(all[rank].seq);
-    }
-    if (with_sites && !sites.empty()) {
-      const CallSite& site = sites[rank];
-      call.call_site.assign(site.begin(), std::find(site.begin(), site.end(), '\0'));
-    }
-    calls.push_back(std::move(call));
-  }
-  auto found = difference(calls, seq_);
-  return found ? std::move(*found) : Difference{"the ranks' headers must agree, got others", {}};
-}
-
-// Between every two ranks, what one sends must be what the other expects. Every rank checks all
-// pairs, so that all of them raise.
-std::optional<Failure> Collective::compare_tables() const {
-  const size_t n = static_cast<size_t>(n_);
-  std::vector<uint64_t> sends(n * n), expects(n * n);
-  for (size_t p = 0; p < n; ++p) {
-    std::memcpy(&sends[p * n], memory_.table(static_cast<int>(p), seq_, 0), n * sizeof(uint64_t));
-    std::memcpy(&expects[p * n], memory_.table(static_cast<int>(p), seq_, 1), n * sizeof(uint64_t));
-  }
-  const auto element = static_cast<int64_t>(std::max<size_t>(size_of(request_.dtype), 1));
-  auto found = difference_of_parts(
-      type(), n, seq_, [&](size_t) { return request_.root; },
-      [&](size_t from, size_t to) { return static_cast<int64_t>(sends[from * n + to]); },
-      [&](size_t from, size_t to) { return static_cast<int64_t>(expects[to * n + from]); }, element,
-      [&](size_t) { return std::string(name_of(request_.dtype)); });
-  return found ? std::optional(mismatch(std::move(*found))) : std::nullopt;
-}
-
-// The same on every rank: the tables are.
-size_t Collective::largest_input() const {
-  const bool personal =
-      type() == OpType::AllToAll || type() == OpType::ReduceScatter || type() == OpType::Scatter;
-  size_t largest = 0;
-  for (int p = 0; p < n_; ++p) {
-    const uint64_t* sends = memory_.table(p, seq_, 0);
-    size_t bytes = 0;
-    for (int to = 0; to < (personal ? n_ : 1); ++to) {
-      bytes += sends[to];
-    }
-    largest = std::max(largest, bytes);
-  }
-  return largest;
 }
 
 }  // namespace c10d_ext::shm
