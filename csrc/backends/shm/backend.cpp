@@ -32,6 +32,39 @@ namespace {
 // How long a group that is destroyed with work in flight waits for it.
 constexpr Milliseconds kCloseGrace{5000};
 
+// The operations that the calls of a coalescing block become: neighbours of one kind travel as one,
+// alike on all ranks. Sends and receives run beside collectives, so they do not part neighbours.
+std::vector<ShmBackend::OperationPtr> joined(const std::vector<ShmBackend::OperationPtr>& calls) {
+  std::vector<ShmBackend::OperationPtr> operations;
+  ShmBackend::OperationPtr last;
+  for (const auto& call : calls) {
+    const auto type = call->request.type;
+    const bool collective = type != OpType::Send && type != OpType::Recv;
+    if (collective && last && last->can_carry(*call)) {
+      last->carry(call);
+      call->release(last);
+    } else {
+      call->release(nullptr);
+      operations.push_back(call);
+      if (collective) {
+        last = call;
+      }
+    }
+  }
+  return operations;
+}
+
+c10d::ErrorType error_type_of(const Failure& failure) {
+  switch (failure.kind) {
+    case ErrorKind::Timeout:
+      return c10d::ErrorType::TIMEOUT;
+    case ErrorKind::RankLost:
+      return c10d::ErrorType::REMOTE_ERROR;
+    default:
+      return c10d::ErrorType::COMM_ERROR;
+  }
+}
+
 }  // namespace
 
 // --- Coalescing
@@ -47,24 +80,9 @@ ShmBackend::WorkPtr ShmBackend::endCoalescing() {
   if (calls.empty()) {
     return {};
   }
-  // Neighbours of one kind travel as one operation, alike on all ranks. Sends and receives run
-  // beside collectives, so they do not part neighbours.
-  std::vector<OperationPtr> operations;
-  OperationPtr last;
+  const auto operations = joined(calls);
   std::vector<WorkPtr> works;
   for (const auto& call : calls) {
-    const auto type = call->request.type;
-    const bool collective = type != OpType::Send && type != OpType::Recv;
-    if (collective && last && last->can_carry(*call)) {
-      last->carry(call);
-      call->release(last);
-    } else {
-      call->release(nullptr);
-      operations.push_back(call);
-      if (collective) {
-        last = call;
-      }
-    }
     works.push_back(c10::make_intrusive<ShmWork>(live_, call, rank_, c10d::OpType::COALESCED));
   }
   for (const auto& operation : operations) {
@@ -140,17 +158,7 @@ uint64_t ShmBackend::getSequenceNumberForGroup() {
 
 c10d::ErrorType ShmBackend::getError() {
   const auto failure = live_->engine().broken();
-  if (!failure) {
-    return c10d::ErrorType::SUCCESS;
-  }
-  switch (failure->kind) {
-    case ErrorKind::Timeout:
-      return c10d::ErrorType::TIMEOUT;
-    case ErrorKind::RankLost:
-      return c10d::ErrorType::REMOTE_ERROR;
-    default:
-      return c10d::ErrorType::COMM_ERROR;
-  }
+  return failure ? error_type_of(*failure) : c10d::ErrorType::SUCCESS;
 }
 
 void ShmBackend::abort() {

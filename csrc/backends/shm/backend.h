@@ -27,8 +27,9 @@ struct KnownGroup;
 // The "shm" backend: CPU tensors, ranks on one machine.
 //
 // A request, whether of an op or of one of c10d's methods, becomes a TensorOperation
-// (requests.cpp), the engine's operation with the tensors it reads and writes. Every dtype, stride,
-// size and reduce op with a meaning is native here.
+// (operation_builder.cpp), the engine's operation with the tensors it reads and writes, which is
+// submitted and delivered (requests.cpp). Every dtype, stride, size and reduce op with a meaning is
+// native here.
 class ShmBackend final : public RequestBackend {
  public:
   struct Settings {
@@ -74,8 +75,10 @@ class ShmBackend final : public RequestBackend {
   void shutdown() override;
 
   class LiveGroup;
+  class OperationBuilder;
   class OperationTensors;
   class TensorOperation;
+  using OperationPtr = std::shared_ptr<TensorOperation>;
   // How a call is delivered and what it is called.
   struct Call;
 
@@ -84,13 +87,8 @@ class ShmBackend final : public RequestBackend {
              std::shared_ptr<LiveGroup> live);
 
  private:
-  using OperationPtr = std::shared_ptr<TensorOperation>;
-
-  static OperationPtr& spare();
-  static void recycle(OperationPtr operation);
-  OperationPtr make(const Call& call, OpType type) const;
-  OperationPtr make(const Call& call, OpType type, const Reduction& reduction,
-                    c10::ScalarType dtype) const;
+  // From a call to the operation that launch() starts and delivers.
+  OperationBuilder builder() const;
   WorkPtr launch(const Call& call, OperationPtr operation);
 
   WorkPtr run(const MethodCall& call, const CollectiveRequest& request) override;
@@ -99,14 +97,6 @@ class ShmBackend final : public RequestBackend {
   // the tensors. A failure that shows at once is thrown. `sources`: the request's, as they are
   // read.
   WorkPtr start(const Call& call, const CollectiveRequest& request, at::TensorList sources);
-  WorkPtr all_reduce(const Call& call, at::TensorList sources, at::TensorList outs,
-                     const Reduction& reduction);
-  WorkPtr reduce_to(const Call& call, const at::Tensor& source, const at::Tensor& out,
-                    const Reduction& reduction, int64_t root);
-  WorkPtr broadcast_from(const Call& call, at::TensorList sources, at::TensorList outs,
-                         int64_t root);
-  WorkPtr move(const Call& call, const CollectiveRequest& request, at::TensorList sources);
-  WorkPtr all_reduce_sparse(const Call& call, const at::Tensor& tensor, const Reduction& reduction);
 
   c10::intrusive_ptr<Backend> make_backend(std::string_view op,
                                            const c10::intrusive_ptr<c10d::Store>& store, int rank,
