@@ -12,19 +12,6 @@ namespace c10d_ext {
 
 namespace {
 
-float milliseconds_since(std::chrono::steady_clock::time_point begun) {
-  return std::chrono::duration<float, std::milli>(std::chrono::steady_clock::now() - begun).count();
-}
-
-// 0 for works that count nothing.
-uint64_t number_of(c10d::Work& work) {
-  try {
-    return work.getSequencenumber();
-  } catch (const std::exception&) {
-    return 0;
-  }
-}
-
 // Whether it is Ctrl-C, or what else is no error of the call that it ends.
 bool is_interrupt(const pybind11::error_already_set& error) {
   pybind11::gil_scoped_acquire gil;
@@ -35,7 +22,7 @@ bool is_interrupt(const pybind11::error_already_set& error) {
 
 void PendingWork::enlist() {
   const auto self = PendingWorkPtr::reclaim_copy(this);
-  for (const auto& output : outputs_) {
+  for (const auto& output : end_.outputs()) {
     WorkTable::get().add(storage_of(output), self);
     c10d::register_work(output, self);
   }
@@ -47,7 +34,7 @@ void PendingWork::complete_by_itself() {
     // The backend's work holds the callback, the callback this work, and this work the
     // backend's: complete() breaks the circle.
     const auto self = PendingWorkPtr::reclaim_copy(this);
-    const auto inner = inner_;
+    const auto inner = end_.inner();
     subscribed_ =
         subscribe_(*inner, [self](std::exception_ptr error) { self->complete(std::move(error)); });
   }
@@ -70,7 +57,7 @@ void PendingWork::enlist_message() {
 }
 
 bool PendingWork::poll() {
-  const auto inner = running();
+  const auto inner = end_.running();
   if (inner == nullptr) {
     return true;
   }
@@ -84,18 +71,18 @@ bool PendingWork::poll() {
 }
 
 bool PendingWork::isSuccess() const {
-  const auto inner = running();
+  const auto inner = end_.running();
   return inner == nullptr ? own_.error() == nullptr : inner->isSuccess();
 }
 
 std::exception_ptr PendingWork::exception() const {
-  const auto inner = running();
+  const auto inner = end_.running();
   return inner == nullptr ? own_.error() : inner->exception();
 }
 
 void PendingWork::await(std::chrono::milliseconds timeout) {
   keep_to_capture();
-  if (const auto inner = running()) {
+  if (const auto inner = end_.running()) {
     std::exception_ptr error;
     try {
       without_gil([&] { inner->wait(timeout); });
@@ -126,17 +113,8 @@ bool PendingWork::is_lost_capture() {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> PendingWork::getFuture() {
-  c10::intrusive_ptr<c10d::Work> inner;
-  bool is_first = false;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    inner = inner_;
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        inner == nullptr || subscribe_ == nullptr || subscribed_, text_.op(),
-        ": the work of the group's backend must have a future, got one without; use wait()",
-        text_.place());
-    is_first = !std::exchange(has_future_, true);
-  }
+  const auto [inner, is_first] =
+      end_.expect_future([this] { return subscribe_ == nullptr || subscribed_; });
   const auto future = own_.future(
       text_.op(),
       [this] {
@@ -159,52 +137,14 @@ c10::intrusive_ptr<c10::ivalue::Future> PendingWork::getFuture() {
 }
 
 int PendingWork::sourceRank() const {
-  const auto inner = running();
+  const auto inner = end_.running();
   return own_.source() >= 0 || !inner ? own_.source() : inner->sourceRank();
 }
 
 float PendingWork::getDuration() const {
-  const auto inner = running();
+  const auto inner = end_.running();
   // The backend's work knows of its own.
-  return inner && !begun_ ? inner->getDuration() : RequestWork::getDuration();
-}
-
-bool PendingWork::hand_out() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  handed_out_ = true;
-  return inner_ != nullptr || !outputs_.empty();
-}
-
-bool PendingWork::has_unreported_error() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return inner_ == nullptr && own_.error() != nullptr && !reported_;
-}
-
-void PendingWork::note_sequence_number() {
-  try {
-    own_.set_number(static_cast<int64_t>(inner_->getSequencenumber()));
-  } catch (const std::exception&) {
-    // It counts nothing.
-  }
-}
-
-void PendingWork::report() {
-  std::exception_ptr error;
-  std::vector<at::Tensor> outputs;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    error = own_.error();
-    if (error && !reported_) {
-      reported_ = true;
-      outputs = outputs_;
-    }
-  }
-  for (const auto& output : outputs) {
-    WorkTable::get().remove(storage_of(output), this);
-  }
-  if (error) {
-    std::rethrow_exception(error);
-  }
+  return inner && !end_.is_timed_here() ? inner->getDuration() : RequestWork::getDuration();
 }
 
 void PendingWork::complete_on_device() {
@@ -225,65 +165,6 @@ void PendingWork::keep_to_capture() {
     complete(DeviceOrder::lost_capture());
   } else {
     order_.check_capture(text_);
-  }
-}
-
-void PendingWork::complete(std::exception_ptr error) {
-  // Destroyed last, without the lock: freeing a tensor may need the GIL, whose holder may be
-  // waiting for the lock.
-  Finish finish;
-  std::unique_lock<std::mutex> lock(finish_mutex_);
-  if (is_done()) {
-    return;
-  }
-  finish.swap(finish_);
-  if (!error) {
-    error = run_finish(finish);
-  }
-  if (!error && !order_.is_cpu()) {
-    try {
-      at::AutoDispatchBelowADInplaceOrView below_autograd;
-      order_.note_completion(result());
-    } catch (...) {
-      error = std::current_exception();
-    }
-  }
-  c10::intrusive_ptr<c10d::Work> inner;
-  std::vector<at::Tensor> outputs;
-  bool is_awaited = false;
-  {
-    std::lock_guard<std::mutex> state(mutex_);
-    inner.swap(inner_);
-    writes_.clear();
-    if (error) {
-      error = text_.described(error, number_of(*inner));
-    } else if (timed_) {
-      own_.set_milliseconds(inner->getDuration());
-    } else if (begun_) {
-      own_.set_milliseconds(milliseconds_since(*begun_));
-    }
-    if (is_message_) {
-      --messages_in_flight;
-      if (!error && own_.source() < 0 && retrieveOpType() == c10d::OpType::RECVANYSOURCE) {
-        own_.set_source(inner->sourceRank());
-      }
-    }
-    if (!error) {
-      // Kept on failure, so that the storages stay known as the ones that never got their data.
-      outputs = outputs_;
-      // Of a caller's work result() and a later future have them.
-      if (!has_future_ && !begun_ && !handed_out_) {
-        outputs_.clear();
-      }
-    }
-    is_awaited = own_.end(std::move(error));
-  }
-  lock.unlock();
-  for (const auto& output : outputs) {
-    WorkTable::get().remove(storage_of(output), this);
-  }
-  if (is_awaited) {
-    own_.tell(text_.op(), [this] { return c10::IValue(result()); });
   }
 }
 

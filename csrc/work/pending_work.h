@@ -7,18 +7,15 @@
 #include <atomic>
 #include <chrono>
 #include <exception>
-#include <mutex>
-#include <optional>
 #include <string_view>
 #include <utility>
 #include <vector>
 
 #include "base/group.h"
-#include "base/memory.h"
+#include "work/completion.h"
 #include "work/device_order.h"
 #include "work/pending.h"
 #include "work/request_work.h"
-#include "work/snapshot.h"
 #include "work/work_table.h"
 #include "work/work_text.h"
 
@@ -38,63 +35,51 @@ inline bool is_timed(Subscribe subscribe) {
 class PendingWork final : public RequestWork {
  public:
   PendingWork(std::string_view op, const Group& group, at::TensorList outputs,
-              c10::intrusive_ptr<c10d::Work> inner, Finish finish, Subscribe subscribe,
-              bool is_message = false)
+              c10::intrusive_ptr<c10d::Work> inner, Finish finish, Subscribe subscribe)
       : RequestWork(static_cast<int>(group.rank()), inner->retrieveOpType(), own_),
-        is_message_(is_message),
-        text_(op, is_message ? "message" : "collective", group),
-        outputs_(aliases_of(outputs)),
-        inner_(std::move(inner)),
-        finish_(std::move(finish)),
+        text_(op, "collective", group),
         order_(outputs),
         subscribe_(order_.is_cpu() ? subscribe : nullptr),
-        timed_(is_timed(subscribe_)) {
-    if (tells_its_number(subscribe_)) {
-      note_sequence_number();
-    }
-  }
+        end_(own_, text_, order_, outputs, std::move(inner), std::move(finish),
+             Completion::Kind::Collective, {tells_its_number(subscribe_), is_timed(subscribe_)}) {}
 
   // A message from `source`, a rank of the group, or -1: the backend will know.
   PendingWork(std::string_view op, const Group& group, at::TensorList outputs,
               c10::intrusive_ptr<c10d::Work> inner, Finish finish, int64_t source, bool timed)
-      : PendingWork(op, group, outputs, std::move(inner), std::move(finish), nullptr,
-                    /*is_message=*/true) {
+      : RequestWork(static_cast<int>(group.rank()), inner->retrieveOpType(), own_),
+        is_message_(true),
+        text_(op, "message", group),
+        order_(outputs),
+        subscribe_(nullptr),
+        end_(own_, text_, order_, outputs, std::move(inner), std::move(finish),
+             Completion::Kind::Message, {/*number=*/true, timed}) {
     own_.set_source(static_cast<int>(source));
-    timed_ = timed;
-    note_sequence_number();
-    ++messages_in_flight;
   }
 
   // A collective of `op` that was over when its start returned.
   PendingWork(const WorkInfo& info, at::TensorList outputs)
       : RequestWork(-1, info.type, own_),
         text_("work"),
-        outputs_(aliases_of(outputs)),
-        subscribe_(nullptr) {
+        subscribe_(nullptr),
+        end_(own_, text_, order_, outputs) {
     own_.set_number(info.number);
     own_.set_milliseconds(info.milliseconds);
     own_.end(nullptr);
   }
 
-  ~PendingWork() override {
-    if (is_message_ && inner_ != nullptr) {
-      --messages_in_flight;
-    }
-  }
-
   // In no table: says itself what it writes. Called before anyone else knows of it.
   void write(const std::vector<at::Tensor>& tensors) {
-    writes_ = WritesInFlight(tensors);
+    end_.write(tensors);
   }
 
   // Times it itself, for a backend that does not. Called before anyone else knows of it.
   void time_as(c10d::OpType type, std::chrono::steady_clock::time_point begun) {
     opType_ = type;
-    begun_ = begun;
+    end_.time_from(begun);
   }
 
   static size_t count_messages() {
-    return messages_in_flight;
+    return Completion::count_messages();
   }
 
   void enlist();
@@ -119,14 +104,13 @@ class PendingWork final : public RequestWork {
   bool is_lost_capture();
 
   void abort() override {
-    if (const auto inner = running()) {
+    if (const auto inner = end_.running()) {
       inner->abort();
     }
   }
 
   std::vector<at::Tensor> result() override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return outputs_;
+    return end_.result();
   }
 
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
@@ -137,7 +121,9 @@ class PendingWork final : public RequestWork {
   float getDuration() const override;
 
   // Somebody may ask for its result once it is over. False: it is over and has released it.
-  bool hand_out();
+  bool hand_out() {
+    return end_.hand_out();
+  }
 
   // Once it is over.
   WorkInfo info() const {
@@ -161,13 +147,17 @@ class PendingWork final : public RequestWork {
   bool is_done() const {
     return own_.settled();
   }
-  bool has_unreported_error() const;
+  bool has_unreported_error() const {
+    return end_.has_unreported_error();
+  }
 
  protected:
   bool poll() override;
   void await(std::chrono::milliseconds timeout) override;
   // Raises the error of a failed collective; whoever waits next finds nothing to wait for.
-  void report() override;
+  void report() override {
+    end_.report(*this);
+  }
   std::string_view op() const override {
     return text_.op();
   }
@@ -176,13 +166,6 @@ class PendingWork final : public RequestWork {
   }
 
  private:
-  void note_sequence_number();
-
-  c10::intrusive_ptr<c10d::Work> running() const {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return inner_;
-  }
-
   // For a future, as nobody may wait for the work: what is left to do is queued behind the
   // collective.
   void complete_on_device();
@@ -191,29 +174,16 @@ class PendingWork final : public RequestWork {
   void keep_to_capture();
 
   // Called when the backend's work is over, from whichever thread notices first.
-  void complete(std::exception_ptr error);
-
-  static inline std::atomic<size_t> messages_in_flight{0};
+  void complete(std::exception_ptr error) {
+    end_.complete(std::move(error), *this);
+  }
 
   const bool is_message_ = false;
   const WorkText text_;
   WorkState own_;
-  // Guarded by mutex_: outputs_, inner_ (null once settled), reported_, handed_out_,
-  // has_future_.
-  mutable std::mutex mutex_;
-  std::vector<at::Tensor> outputs_;
-  WritesInFlight writes_;
-  c10::intrusive_ptr<c10d::Work> inner_;
-  bool reported_ = false;
-  bool handed_out_ = false;
-  bool has_future_ = false;
-  // Held while finish_ runs: whoever comes second returns only after it has.
-  std::mutex finish_mutex_;
-  Finish finish_;
   DeviceOrder order_;
   const Subscribe subscribe_;
-  bool timed_ = false;
-  std::optional<std::chrono::steady_clock::time_point> begun_;  // where it is timed here
+  Completion end_;
   std::atomic<bool> subscribed_{false};
   std::atomic<bool> listed_{true};
 };
