@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -48,9 +49,14 @@ INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 LONG = 600
 REASON = re.compile(r"\bOne\s+file,\s+(//\s+)?for\b")
 # A longer class says in the comment before it why it is one. Lines of its definition, as
-# clang-format leaves them: it ends at the first brace below its own first line.
+# clang-format leaves them: it ends at the first brace below its own first line; and those of its
+# members that are defined elsewhere.
 LONG_CLASS = 320
 CLASS = re.compile(r"^( *)(?:class|struct) ([\w:]+)\b[^;{}]*\{\n", re.MULTILINE)
+NAMESPACE = re.compile(r"^namespace ([\w:]*) ?\{$", re.MULTILINE)
+# A definition at the margin, up to its body, and the name of a member in it.
+DEFINITION = re.compile(r"^(?=[\w\[~])(?!namespace\b)[^;{}]*?(?:\{[^\n]*\}|\{|;)$", re.MULTILINE)
+MEMBER = re.compile(r"\b(?!std::)((?:\w+(?:<[\w, ]*>)?::)+)~?(?:operator\W+|operator [\w:]+|\w+)\(")
 
 WITHOUT_GIT = {"build", "dist", "__pycache__"}
 
@@ -243,30 +249,129 @@ def test_long_files_have_a_reason() -> None:
     none(long)
 
 
-def classes_of(text: str) -> Iterator[tuple[str, int, str]]:
-    """The classes defined in a file: the name, how many lines, and the comment before it."""
+@dataclass
+class CppClass:
+    """A class of csrc: where it is defined, its lines, and the comment before it."""
+
+    path: Path
+    lines: int
+    comment: str
+
+
+def namespaces_of(path: Path, text: str) -> list[tuple[int, int, tuple[str, ...]]]:
+    """The namespaces of a file, outermost first: where they begin, where they end, their names."""
+    found = []
+    for match in NAMESPACE.finditer(text):
+        end = text.find(f"\n}}  // namespace {match[1]}".rstrip() + "\n", match.end())
+        # One without a name is another one in each file.
+        found.append((match.end(), end, tuple(match[1].split("::") if match[1] else [str(path)])))
+    return found
+
+
+def names_around(places: list[tuple[int, int, tuple[str, ...]]], at: int) -> tuple[str, ...]:
+    return tuple(name for start, end, names in places if start <= at < end for name in names)
+
+
+def classes_of(path: Path) -> Iterator[tuple[tuple[str, ...], CppClass]]:
+    """The classes defined in a file, by their full names, with the lines of their definitions."""
+    text = path.read_text()
+    places = namespaces_of(path, text)
+    around: list[tuple[int, str]] = []  # where the classes that may be around this one end
     for match in CLASS.finditer(text):
         end = re.compile(rf"^{match[1]}\}}", re.MULTILINE).search(text, match.end())
         assert end, f"{match[2]} has no end"
-        lines = text.count("\n", match.start(), end.start()) + 1
         comment: list[str] = []
         for line in reversed(text[: match.start()].splitlines()):
             if not line.strip().startswith(("//", "template")):
                 break
             comment.append(line.strip())
-        yield match[2], lines, " ".join(comment)
+        around = [(until, name) for until, name in around if until > match.start()]
+        outer = tuple(name for _, name in around)
+        around.append((end.start(), match[2]))
+        lines = text.count("\n", match.start(), end.start()) + 1
+        name = (*names_around(places, match.start()), *outer, *match[2].split("::"))
+        yield name, CppClass(path, lines, " ".join(reversed(comment)))
+
+
+def members_of(path: Path) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], int]]:
+    """What is defined outside of its class: the namespace, the class as named there, the lines."""
+    text = path.read_text()
+    places = namespaces_of(path, text)
+    for match in DEFINITION.finditer(text):
+        member = MEMBER.search(match[0])
+        if member is None:
+            continue
+        before = match[0][: member.start()]
+        if before.count("(") != before.count(")") or "=" in before:
+            continue  # an argument, or a value
+        end = match.end()
+        if match[0].endswith("{"):
+            close = re.compile(r"^\}", re.MULTILINE).search(text, end)
+            assert close, f"{member[0]} has no end"
+            end = close.start()
+        elif not match[0].endswith(("}", "= default;")):
+            continue  # declared
+        named = re.sub("<.*?>", "", member[1]).split("::")[:-1]
+        yield (
+            names_around(places, match.start()),
+            tuple(named),
+            text.count("\n", match.start(), end) + 1,
+        )
+
+
+def cpp_classes() -> dict[tuple[str, ...], CppClass]:
+    """The classes of csrc, by their full names, with the lines of all their members.
+
+    A class inside another counts for both; its own members that are defined outside, for itself.
+    """
+    files = [path for folder in LAYERS for path in sources_of(folder)]
+    classes = {name: found for path in files for name, found in classes_of(path)}
+    for path in files:
+        for namespace, named, lines in members_of(path):
+            # As C++ looks names up: from the namespace around it outwards.
+            for depth in range(len(namespace), -1, -1):
+                if found := classes.get((*namespace[:depth], *named)):
+                    found.lines += lines
+                    break
+    return classes
+
+
+def test_members_count_for_their_class(tmp_path: Path) -> None:
+    path = tmp_path / "a.cpp"
+    path.write_text(
+        "namespace n::m {\n\nnamespace {\n\n"
+        "class Outer {\n  struct Inner {\n    int f() const;\n  };\n  Outer();\n};\n\n"
+        "std::function<void(int)> Outer::one(int a,\n    int b = Other::two()) {\n  {\n  }\n}\n\n"
+        "Outer::Outer() : a_(b::c()) {}\n\n"
+        "int Outer::Inner::f() const {\n  return 1;\n}\n\n"
+        "Outer::~Outer() = default;\n\n"
+        "int free(int a = Outer::two()) {\n}\n\n"
+        "const int four = Outer::three();\n\n"
+        "}  // namespace\n\nint Outer::five();\n\n}  // namespace n::m\n"
+    )
+    hidden = ("n", "m", str(path))
+    assert [(name, found.lines) for name, found in classes_of(path)] == [
+        ((*hidden, "Outer"), 6),
+        ((*hidden, "Outer", "Inner"), 3),
+    ]
+    assert list(members_of(path)) == [
+        (hidden, ("Outer",), 5),
+        (hidden, ("Outer",), 1),
+        (hidden, ("Outer", "Inner"), 3),
+        (hidden, ("Outer",), 1),
+    ]
 
 
 def test_long_classes_have_a_reason() -> None:
-    found, seen = [], 0
-    for folder in LAYERS:
-        for path in sources_of(folder):
-            for name, lines, comment in classes_of(path.read_text()):
-                seen += 1
-                if lines > LONG_CLASS and "One class, for" not in comment:
-                    found.append(f"{path.relative_to(CSRC)}: {name} has {lines} lines")
-    assert seen > 200
-    none(found)
+    classes = cpp_classes()
+    assert len(classes) > 200
+    none(
+        [
+            f"{found.path.relative_to(CSRC)}: {name[-1]} has {found.lines} lines"
+            for name, found in classes.items()
+            if found.lines > LONG_CLASS and "One class, for" not in found.comment
+        ]
+    )
 
 
 def test_long_classes_of_python_have_a_reason() -> None:
