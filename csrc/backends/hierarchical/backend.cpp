@@ -1,4 +1,4 @@
-// Groups of ranks on several hosts: their parts, how a schedule runs, and what Python sees.
+// Groups of ranks on several hosts: how a schedule runs, and what Python sees.
 
 #include "backends/hierarchical/backend.h"
 
@@ -9,10 +9,7 @@
 #include <exception>
 #include <utility>
 
-#include "backends/adapter/adapter.h"
-#include "backends/adapter/capabilities.h"
-#include "backends/adapter/lowering.h"
-#include "backends/backend.h"
+#include "backends/hierarchical/collectives.h"
 #include "control/global_ranks.h"
 #include "control/host.h"
 
@@ -20,72 +17,17 @@ namespace c10d_ext {
 
 using WorkPtr = InnerBackend::WorkPtr;
 
-// --- Schedules -----------------------------------------------------------------------------------
-
-HierarchicalBackend::Step::Step(Started started)
-    : work_(std::move(started.work)), finish_(std::move(started.finish)) {}
-
-void HierarchicalBackend::Step::wait() {
-  if (work_) {
-    work_->wait(kNoTimeout);
-    work_.reset();
-  }
-  if (finish_) {
-    std::exchange(finish_, nullptr)();
-  }
-}
-
-HierarchicalBackend::Part::Part(BackendPtr of) : backend(std::move(of)) {
-  if (backend) {
-    can = capabilities_of(*backend);
-  }
-}
-
-HierarchicalBackend::Step HierarchicalBackend::start(const Part& part,
-                                                     const CollectiveRequest& request) const {
-  const HeldRequest held(request, request.sources.vec(), request.outs.vec());
-  const Group place({}, group_.name(), part.backend->getRank(), part.backend->getSize());
-  return Step(
-      lowering::start(Adapter(request.op, place, part.backend, part.can, std::nullopt), held));
-}
-
-void HierarchicalBackend::schedule(const InnerWork& work, std::function<void()> steps) {
-  schedules_->submit([work, steps = std::move(steps), ends = ends_] {
-    std::exception_ptr error;
-    try {
-      const at::AutoDispatchBelowADInplaceOrView below_autograd;
-      steps();
-    } catch (...) {
-      error = std::current_exception();
-    }
-    // A callback may wait for a schedule behind this one.
-    ends->run([work, error] { work->end(error); });
-  });
-}
-
-// --- Groups --------------------------------------------------------------------------------------
-
 HierarchicalBackend::HierarchicalBackend(int rank, int size, const std::string& group_name,
                                          std::vector<std::vector<int>> hosts, BackendPtr local,
                                          BackendPtr rail, BackendPtr flat, std::string title)
     : InnerBackend(rank, size, group_name, std::move(title)),
-      hosts_(std::move(hosts)),
-      host_of_(static_cast<size_t>(size), -1),
-      place_of_(static_cast<size_t>(size), -1),
-      local_(std::move(local)),
-      rail_(std::move(rail)),
-      flat_(std::move(flat)),
+      parts_(std::make_shared<const hierarchical::Parts>(
+          hierarchical::Parts{.hosts = hierarchical::Hosts(rank, size, std::move(hosts)),
+                              .size = size,
+                              .local = hierarchical::Part(std::move(local), group_name),
+                              .rail = hierarchical::Part(std::move(rail), group_name),
+                              .flat = hierarchical::Part(std::move(flat), group_name)})),
       schedules_(TaskQueue::start("c10d_ext_hosts")) {
-  for (size_t host = 0; host < hosts_.size(); ++host) {
-    is_even_ = is_even_ && hosts_[host].size() == hosts_[0].size();
-    for (size_t place = 0; place < hosts_[host].size(); ++place) {
-      const auto at = static_cast<size_t>(hosts_[host][place]);
-      host_of_.at(at) = static_cast<int>(host);
-      place_of_.at(at) = static_cast<int>(place);
-    }
-  }
-  host_ = host_of_[static_cast<size_t>(rank)];
-  place_in_host_ = place_of_[static_cast<size_t>(rank)];
   init();
 }
 
@@ -102,43 +44,59 @@ const Capabilities& HierarchicalBackend::capabilities() const {
 }
 
 void HierarchicalBackend::setTimeout(std::chrono::milliseconds timeout) {
-  for (const auto* part : {&local_, &rail_, &flat_}) {
+  for (const auto* part : {&parts_->local, &parts_->rail, &parts_->flat}) {
     if (part->is_there()) {
-      part->backend->setTimeout(timeout);
+      part->backend()->setTimeout(timeout);
     }
   }
 }
 
 void HierarchicalBackend::abort() {
-  for (const auto* part : {&local_, &rail_, &flat_}) {
+  for (const auto* part : {&parts_->local, &parts_->rail, &parts_->flat}) {
     if (part->is_there()) {
-      part->backend->abort();
+      part->backend()->abort();
     }
   }
 }
 
 void HierarchicalBackend::shutdown() {
-  for (const auto* part : {&local_, &rail_, &flat_}) {
+  for (const auto* part : {&parts_->local, &parts_->rail, &parts_->flat}) {
     if (part->is_there()) {
-      part->backend->shutdown();
+      part->backend()->shutdown();
     }
   }
 }
 
-// --- What another backend does as it is ----------------------------------------------------------
+// --- Calls ---------------------------------------------------------------------------------------
+
+void HierarchicalBackend::start(const InnerWork& work, InnerCollective collective) {
+  schedules_->submit(
+      [parts = parts_, work, collective = std::move(collective), ends = ends_]() mutable {
+        std::exception_ptr error;
+        try {
+          const at::AutoDispatchBelowADInplaceOrView below_autograd;
+          hierarchical::kSchedules.of(collective.op)(*parts, collective);
+        } catch (...) {
+          error = std::current_exception();
+        }
+        parts.reset();  // whoever waits may be about to destroy the group, on a thread of its own
+        // A callback may wait for a schedule behind this one.
+        ends->run([work, error] { work->end(error); });
+      });
+}
 
 WorkPtr HierarchicalBackend::all_reduce_sparse(const at::Tensor& tensor, Milliseconds timeout) {
   c10d::AllreduceOptions options;
   options.timeout = timeout;
   Tensors tensors{tensor};
-  return flat_.backend->allreduce(tensors, options);
+  return engine()->allreduce(tensors, options);
 }
 
 WorkPtr HierarchicalBackend::start_message(const Message& message) {
   const auto peer = static_cast<int>(message.peer);
-  const bool is_here = host_of(peer) == host_;
-  c10d::Backend& backend = is_here ? *local_.backend : *flat_.backend;
-  const int there = is_here ? place_of_[static_cast<size_t>(peer)] : peer;
+  const bool is_here = parts_->hosts.is_here(peer);
+  c10d::Backend& backend = is_here ? *parts_->local.backend() : *engine();
+  const int there = is_here ? parts_->hosts.place_of(peer) : peer;
   const auto tag = static_cast<int>(message.tag);
   Tensors tensors{message.tensor};
   return message.sends ? backend.send(tensors, there, tag) : backend.recv(tensors, there, tag);

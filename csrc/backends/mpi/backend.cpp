@@ -1,5 +1,4 @@
-// mpi: CPU tensors between the ranks of one MPI_COMM_WORLD. Calls of the library, and what Python
-// sees of it.
+// mpi: CPU tensors between the ranks of one MPI_COMM_WORLD, and what Python sees of it.
 
 #include "backends/mpi/backend.h"
 
@@ -42,12 +41,31 @@ class MpiBackend::MpiWork final : public SignalledWork {
       : SignalledWork(rank, type, op, std::move(span)), owner_(owner) {}
 
   void abort() override {
-    Engine::of_this_process().abandon(owner_, number_or_zero(), error_of("the call was aborted"));
+    mpi::abandon(owner_, number_or_zero(), "the call was aborted");
   }
 
  private:
   const uint64_t owner_;
 };
+
+c10::intrusive_ptr<MpiBackend> MpiBackend::connect(const c10::intrusive_ptr<c10d::Store>& store,
+                                                   int rank, int size, Milliseconds timeout,
+                                                   const std::string& group_name,
+                                                   const GlobalRanks& global_ranks, int largest) {
+  return c10::make_intrusive<MpiBackend>(
+      rank, size, group_name,
+      mpi::Communicators::connect(store, Group({}, group_name, rank, size), timeout, global_ranks,
+                                  largest));
+}
+
+MpiBackend::MpiBackend(int rank, int size, const std::string& group_name, mpi::CommsPtr comms)
+    : InnerBackend(rank, size, group_name, mpi::kPublicName), comms_(std::move(comms)) {
+  init();
+}
+
+void MpiBackend::abort() {
+  mpi::abandon(comms_->owner(), 0, "the group was aborted");
+}
 
 const Capabilities& MpiBackend::capabilities() const {
   static const Capabilities can = [inherited = InnerBackend::capabilities()]() mutable {
@@ -58,74 +76,43 @@ const Capabilities& MpiBackend::capabilities() const {
   return can;
 }
 
-std::exception_ptr MpiBackend::error_of(std::string text) {
-  return std::make_exception_ptr(c10::DistBackendError(
-      {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, std::move(text)));
-}
-
 MpiBackend::InnerWork MpiBackend::make_work(c10d::OpType type, std::string_view op,
                                             std::unique_ptr<ProfilerSpan> span) const {
-  return c10::make_intrusive<MpiWork>(rank_, type, op, id_, std::move(span));
+  return c10::make_intrusive<MpiWork>(rank_, type, op, comms_->owner(), std::move(span));
 }
 
-void MpiBackend::call(const InnerWork& work,
-                      std::function<void(Library&, std::vector<Request>&)> start, Over over,
-                      uint64_t number) {
-  auto end = [work, over = std::move(over), name = group_.name()](std::exception_ptr error) {
-    if (!error) {
-      try {
-        over();
-        return;
-      } catch (...) {
-        error = std::current_exception();
-      }
-    }
-    try {
-      std::rethrow_exception(error);
-    } catch (const MpiError& refused) {
-      error = error_of(refused.what());
-    } catch (...) {
-    }
-    work->end(error);
-  };
-  try {
-    Engine::of_this_process().submit({std::move(start), std::move(end), id_, number});
-  } catch (const MpiError& refused) {
-    C10_THROW_ERROR(DistBackendError, c10::str("mpi: ", refused.what(), ' ', where(group_)));
-  }
+void MpiBackend::start(const InnerWork& work, InnerCollective collective) {
+  mpi::kCollectives.of(collective.op)(comms_, work, collective);
 }
 
-void MpiBackend::start_parts(Library& library, std::vector<Request>& requests, bool sends,
-                             std::byte* data, int64_t bytes, int peer, int tag, mpi::Comm comm,
-                             int largest) {
-  for (int64_t offset = 0; offset < bytes; offset += largest) {
-    const auto size = static_cast<int>(std::min<int64_t>(largest, bytes - offset));
-    requests.push_back(sends ? library.send(data + offset, size, peer, tag, comm)
-                             : library.receive(data + offset, size, peer, tag, comm));
-  }
+MpiBackend::WorkPtr MpiBackend::all_reduce_sparse(const at::Tensor& tensor,
+                                                  Milliseconds /*timeout*/) {
+  const auto work = begin_work(c10d::OpType::_ALLREDUCE_SPARSE, OpType::SparseAllReduce, tensor);
+  mpi::all_reduce_sparse(comms_, work, tensor);
+  return work;
 }
 
 MpiBackend::WorkPtr MpiBackend::start_message(const Message& message) {
   const OpType op = message.sends ? OpType::Send : OpType::Recv;
-  C10D_EXT_CHECK_VALUE(message.tag >= 0 && message.tag <= tag_limit_, name_of(op), group_,
-                       "the tag must be from 0 to ", tag_limit_, ", which MPI has, got ",
+  C10D_EXT_CHECK_VALUE(message.tag >= 0 && message.tag <= comms_->tag_limit(), name_of(op), group_,
+                       "the tag must be from 0 to ", comms_->tag_limit(), ", which MPI has, got ",
                        message.tag);
   const auto work = begin_work(message.sends ? c10d::OpType::SEND : c10d::OpType::RECV, op,
                                message.sends ? message.tensor : at::Tensor());
   const uint64_t number = ++message_count_;
   work->number(number);
-  call(
+  comms_->call(
       work,
       [t = message.tensor, sends = message.sends, peer = static_cast<int>(message.peer),
-       tag = static_cast<int>(message.tag), comm = messages_,
-       largest = largest_](Library& library, auto& requests) {
+       tag = static_cast<int>(message.tag), comm = comms_->messages(),
+       largest = comms_->largest()](Library& library, auto& requests) {
         if (t.nbytes() == 0) {
           requests.push_back(sends ? library.send(nullptr, 0, peer, tag, comm)
                                    : library.receive(nullptr, 0, peer, tag, comm));
           return;
         }
-        start_parts(library, requests, sends, static_cast<std::byte*>(t.mutable_data_ptr()),
-                    static_cast<int64_t>(t.nbytes()), peer, tag, comm, largest);
+        mpi::start_parts(library, requests, sends, static_cast<std::byte*>(t.mutable_data_ptr()),
+                         static_cast<int64_t>(t.nbytes()), peer, tag, comm, largest);
       },
       [work] { work->end({}); }, number);
   return work;

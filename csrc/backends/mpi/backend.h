@@ -6,18 +6,14 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <exception>
-#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
-#include <vector>
 
-#include "backends/mpi/engine.h"
+#include "backends/mpi/collectives.h"
 #include "backends/process_group/inner_backend.h"
 #include "backends/request.h"
 #include "base/python_module.h"
-#include "base/types.h"
 #include "control/global_ranks.h"
 
 namespace c10d_ext {
@@ -29,20 +25,15 @@ namespace c10d_ext {
 // that all ranks get the same bits, whichever the library, and halves are accumulated in float32.
 class MpiBackend final : public InnerBackend {
  public:
-  // Collective over the group's ranks, in whose processes the engine is started. Messages of more
-  // than `largest` bytes travel in parts.
+  // Collective over the group's ranks: see Communicators::connect().
   static c10::intrusive_ptr<MpiBackend> connect(const c10::intrusive_ptr<c10d::Store>& store,
                                                 int rank, int size, Milliseconds timeout,
                                                 const std::string& group_name,
                                                 const GlobalRanks& global_ranks, int largest);
-  MpiBackend(int rank, int size, const std::string& group_name, mpi::Comm collectives,
-             mpi::Comm messages, int tag_limit, int largest);
-  ~MpiBackend() override;
-
-  // What users call it; getBackendName() tells what moves its data.
-  static constexpr char kPublicName[] = "mpi";
+  MpiBackend(int rank, int size, const std::string& group_name, mpi::CommsPtr comms);
 
   const Capabilities& capabilities() const override;
+  // What moves the data of mpi::kPublicName.
   const std::string getBackendName() const override {
     return "libmpi";
   }
@@ -54,52 +45,13 @@ class MpiBackend final : public InnerBackend {
   class MpiWork;
 
  private:
-  using Over = std::function<void()>;
-  // Parts of tensors to and from every rank.
-  struct Exchange;
-
-  // --- backend.cpp: one call of the library
-
   InnerWork make_work(c10d::OpType type, std::string_view op,
                       std::unique_ptr<ProfilerSpan> span) const override;
+  void start(const InnerWork& work, InnerCollective collective) override;
+  WorkPtr all_reduce_sparse(const at::Tensor& tensor, Milliseconds timeout) override;
   WorkPtr start_message(const Message& message) override;
 
-  // Starts it; `over` once it is, on a thread that may block. An error ends the work.
-  void call(const InnerWork& work,
-            std::function<void(mpi::Library&, std::vector<mpi::Request>&)> start, Over over,
-            uint64_t number = 0);
-  static void start_parts(mpi::Library& library, std::vector<mpi::Request>& requests, bool sends,
-                          std::byte* data, int64_t bytes, int peer, int tag, mpi::Comm comm,
-                          int largest);
-  static std::exception_ptr error_of(std::string text);
-
-  // --- collectives.cpp
-
-  void start_broadcast(const InnerWork& work, const at::Tensor& t, int root) override;
-  void start_all_reduce(const InnerWork& work, const at::Tensor& t, ReduceOp op) override;
-  void start_reduce(const InnerWork& work, const at::Tensor& t, ReduceOp op, int root) override;
-  void start_all_gather(const InnerWork& work, const at::Tensor& source,
-                        const at::Tensor& out) override;
-  void start_reduce_scatter(const InnerWork& work, const at::Tensor& source, const at::Tensor& out,
-                            ReduceOp op) override;
-  void start_all_to_all(const InnerWork& work, const at::Tensor& source, const at::Tensor& out,
-                        Sizes sent, Sizes received) override;
-  void start_barrier(const InnerWork& work) override;
-  WorkPtr all_reduce_sparse(const at::Tensor& tensor, Milliseconds timeout) override;
-
-  // Sends and receives at once.
-  void exchange(const InnerWork& work, Exchange parts, Over over);
-  // Each rank's `sizes` bytes of `all`, of which it has its own, to everyone.
-  void share(const InnerWork& work, const at::Tensor& all, const Sizes& sizes, Over over);
-  // What `sizes` elements of rank r's `source` are to rank r: reduced into `out`.
-  void reduce_parts(const InnerWork& work, const at::Tensor& source, const Sizes& sizes,
-                    const at::Tensor& out, ReduceOp op, Over over);
-  // Elements that each rank is the one to reduce.
-  Sizes shares_of(int64_t count) const;
-
-  const mpi::Comm collectives_, messages_;
-  const int tag_limit_, largest_;
-  const uint64_t id_;
+  const mpi::CommsPtr comms_;
   std::atomic<uint64_t> message_count_{0};
 };
 

@@ -1,5 +1,7 @@
 // Collectives of mpi, as calls of the library.
 
+#include "backends/mpi/collectives.h"
+
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -11,16 +13,14 @@
 #include <utility>
 #include <vector>
 
-#include "backends/mpi/backend.h"
 #include "base/memory.h"
 #include "base/reduction.h"
 #include "base/sparse.h"
 
-namespace c10d_ext {
+namespace c10d_ext::mpi {
 
 namespace {
 
-using mpi::Library;
 using Tensors = std::vector<at::Tensor>;
 using Sizes = std::vector<int64_t>;
 
@@ -67,32 +67,30 @@ void reduce_rows(const at::Tensor& rows, ReduceOp op, const at::Tensor& out) {
   }
 }
 
-}  // namespace
-
 // What goes to rank r and what comes from there: `out_bytes[r]` from `out_offsets[r]` on, ...
-struct MpiBackend::Exchange {
+struct Exchange {
   at::Tensor source, out;
   Sizes source_bytes, source_offsets, out_bytes, out_offsets;
-
-  static Sizes offsets_of(const Sizes& sizes) {
-    Sizes offsets(sizes.size());
-    std::exclusive_scan(sizes.begin(), sizes.end(), offsets.begin(), int64_t{0});
-    return offsets;
-  }
 };
 
-void MpiBackend::exchange(const InnerWork& work, Exchange parts, Over over) {
-  const auto own = static_cast<size_t>(rank_);
+Sizes offsets_of(const Sizes& sizes) {
+  Sizes offsets(sizes.size());
+  std::exclusive_scan(sizes.begin(), sizes.end(), offsets.begin(), int64_t{0});
+  return offsets;
+}
+
+// Sends and receives at once.
+void exchange(const CommsPtr& comms, const WorkPtr& work, Exchange parts, Over over) {
+  const auto own = static_cast<size_t>(comms->rank());
   if (parts.source_bytes[own] != 0) {
     std::memcpy(data_of(parts.out) + parts.out_offsets[own],
                 data_of(parts.source) + parts.source_offsets[own],
                 static_cast<size_t>(parts.source_bytes[own]));
   }
-  const int rank = rank_, ranks = size_, largest = largest_;
-  call(
+  comms->call(
       work,
-      [parts = std::move(parts), rank, ranks, largest, comm = collectives_](Library& library,
-                                                                            auto& requests) {
+      [parts = std::move(parts), rank = comms->rank(), ranks = comms->size(),
+       largest = comms->largest(), comm = comms->collectives()](Library& library, auto& requests) {
         // Nobody is everybody's first.
         for (int step = 1; step < ranks; ++step) {
           const int from = (rank - step + ranks) % ranks;
@@ -111,55 +109,59 @@ void MpiBackend::exchange(const InnerWork& work, Exchange parts, Over over) {
       std::move(over));
 }
 
-void MpiBackend::share(const InnerWork& work, const at::Tensor& all, const Sizes& sizes,
-                       Over over) {
-  const auto ranks = static_cast<size_t>(size_);
-  const Sizes offsets = Exchange::offsets_of(sizes);
-  if (c10::sum_integers(sizes) <= largest_) {
-    call(
+// Each rank's `sizes` bytes of `all`, of which it has its own, to everyone.
+void share(const CommsPtr& comms, const WorkPtr& work, const at::Tensor& all, const Sizes& sizes,
+           Over over) {
+  const auto ranks = static_cast<size_t>(comms->size());
+  const Sizes offsets = offsets_of(sizes);
+  if (c10::sum_integers(sizes) <= comms->largest()) {
+    comms->call(
         work,
         [all, bytes = std::vector<int>(sizes.begin(), sizes.end()),
          places = std::vector<int>(offsets.begin(), offsets.end()),
-         comm = collectives_](Library& library, auto& requests) {
+         comm = comms->collectives()](Library& library, auto& requests) {
           requests.push_back(library.all_gather_uneven(data_of(all), bytes, places, comm));
         },
         std::move(over));
     return;
   }
-  const auto own = static_cast<size_t>(rank_);
+  const auto own = static_cast<size_t>(comms->rank());
   Sizes sent(ranks, sizes[own]);
   Sizes received = sizes;
   sent[own] = received[own] = 0;
-  exchange(work, {all, all, sent, Sizes(ranks, offsets[own]), received, offsets}, std::move(over));
+  exchange(comms, work, {all, all, sent, Sizes(ranks, offsets[own]), received, offsets},
+           std::move(over));
 }
 
-Sizes MpiBackend::shares_of(int64_t count) const {
-  Sizes shares(static_cast<size_t>(size_), count / size_);
-  for (int64_t rank = 0; rank < count % size_; ++rank) {
+// Elements that each rank is the one to reduce.
+Sizes shares_of(int64_t count, int64_t ranks) {
+  Sizes shares(static_cast<size_t>(ranks), count / ranks);
+  for (int64_t rank = 0; rank < count % ranks; ++rank) {
     ++shares[static_cast<size_t>(rank)];
   }
   return shares;
 }
 
-void MpiBackend::reduce_parts(const InnerWork& work, const at::Tensor& source, const Sizes& sizes,
-                              const at::Tensor& out, ReduceOp op, Over over) {
-  const int64_t mine = sizes[static_cast<size_t>(rank_)];
-  const at::Tensor rows = at::empty({size_, mine}, source.options());
+// What `sizes` elements of rank r's `source` are to rank r: reduced into `out`.
+void reduce_parts(const CommsPtr& comms, const WorkPtr& work, const at::Tensor& source,
+                  const Sizes& sizes, const at::Tensor& out, ReduceOp op, Over over) {
+  const int64_t mine = sizes[static_cast<size_t>(comms->rank())];
+  const at::Tensor rows = at::empty({comms->size(), mine}, source.options());
   const Sizes sent = bytes_of(sizes, source);
-  const Sizes received(static_cast<size_t>(size_), sent[static_cast<size_t>(rank_)]);
-  exchange(
-      work,
-      {source, rows, sent, Exchange::offsets_of(sent), received, Exchange::offsets_of(received)},
-      [rows, out, op, over = std::move(over)] {
-        reduce_rows(rows, op, out);
-        over();
-      });
+  const Sizes received(static_cast<size_t>(comms->size()),
+                       sent[static_cast<size_t>(comms->rank())]);
+  exchange(comms, work, {source, rows, sent, offsets_of(sent), received, offsets_of(received)},
+           [rows, out, op, over = std::move(over)] {
+             reduce_rows(rows, op, out);
+             over();
+           });
 }
 
-void MpiBackend::start_broadcast(const InnerWork& work, const at::Tensor& t, int root) {
-  call(
+void broadcast(const CommsPtr& comms, const WorkPtr& work, const InnerCollective& what) {
+  comms->call(
       work,
-      [t, root, largest = largest_, comm = collectives_](Library& library, auto& requests) {
+      [t = what.out, root = what.root, largest = comms->largest(), comm = comms->collectives()](
+          Library& library, auto& requests) {
         const auto bytes = static_cast<int64_t>(t.nbytes());
         for (int64_t offset = 0; offset < bytes; offset += largest) {
           const auto size = static_cast<int>(std::min<int64_t>(largest, bytes - offset));
@@ -169,22 +171,127 @@ void MpiBackend::start_broadcast(const InnerWork& work, const at::Tensor& t, int
       [work] { work->end({}); });
 }
 
+void all_reduce(const CommsPtr& comms, const WorkPtr& work, const InnerCollective& what) {
+  const at::Tensor t = span_of(what.out, 0, what.out.numel());
+  const auto bytes = static_cast<int64_t>(t.nbytes());
+  if (bytes * comms->size() <= kSmall && bytes <= comms->largest()) {
+    const at::Tensor rows = at::empty({comms->size(), t.numel()}, t.options());
+    comms->call(
+        work,
+        [t, rows, comm = comms->collectives()](Library& library, auto& requests) {
+          requests.push_back(
+              library.all_gather(data_of(t), data_of(rows), static_cast<int>(t.nbytes()), comm));
+        },
+        [work, t, rows, op = what.reduce_op] {
+          reduce_rows(rows, op, t);
+          work->end({});
+        });
+    return;
+  }
+  const Sizes shares = shares_of(t.numel(), comms->size());
+  const Sizes offsets = offsets_of(shares);
+  const auto own = static_cast<size_t>(comms->rank());
+  // Others have this rank's values of their shares by then; its own share is nobody else's.
+  reduce_parts(comms, work, t, shares, t.narrow(0, offsets[own], shares[own]), what.reduce_op,
+               [comms, work, t, shares] {
+                 share(comms, work, t, bytes_of(shares, t), [work] { work->end({}); });
+               });
+}
+
+void reduce(const CommsPtr& comms, const WorkPtr& work, const InnerCollective& what) {
+  const at::Tensor t = span_of(what.out, 0, what.out.numel());
+  const auto root = static_cast<size_t>(what.root);
+  const auto ranks = static_cast<size_t>(comms->size());
+  const auto bytes = static_cast<int64_t>(t.nbytes());
+  if (bytes * comms->size() <= kSmall || comms->size() <= 2) {
+    // The root reduces all of it.
+    Sizes sizes(ranks, 0);
+    sizes[root] = t.numel();
+    const bool receives = comms->rank() == what.root;
+    reduce_parts(comms, work, t, sizes, receives ? t : t.narrow(0, 0, 0), what.reduce_op,
+                 [work] { work->end({}); });
+    return;
+  }
+  const Sizes shares = shares_of(t.numel(), comms->size());
+  const Sizes offsets = offsets_of(shares);
+  const auto own = static_cast<size_t>(comms->rank());
+  // Then each share goes to the root, where all of them lie one after the other.
+  reduce_parts(comms, work, t, shares, t.narrow(0, offsets[own], shares[own]), what.reduce_op,
+               [comms, work, t, shares, offsets, root, own, ranks] {
+                 const auto width = static_cast<int64_t>(t.element_size());
+                 Sizes sent(ranks, 0), received(ranks, 0), from(ranks, 0), to(ranks, 0);
+                 for (size_t i = 0; i < ranks; ++i) {
+                   from[i] = offsets[own] * width;
+                   to[i] = offsets[i] * width;
+                   if (own == root && i != own) {
+                     received[i] = shares[i] * width;
+                   }
+                 }
+                 if (own != root) {
+                   sent[root] = shares[own] * width;
+                 }
+                 exchange(comms, work, {t, t, sent, from, received, to}, [work] { work->end({}); });
+               });
+}
+
+void all_gather(const CommsPtr& comms, const WorkPtr& work, const InnerCollective& what) {
+  const at::Tensor &source = what.source, &out = what.out;
+  const auto ranks = static_cast<size_t>(comms->size());
+  const auto bytes = static_cast<int64_t>(source.nbytes());
+  if (bytes * comms->size() <= comms->largest()) {
+    comms->call(
+        work,
+        [source, out, comm = comms->collectives()](Library& library, auto& requests) {
+          requests.push_back(library.all_gather(data_of(source), data_of(out),
+                                                static_cast<int>(source.nbytes()), comm));
+        },
+        [work] { work->end({}); });
+    return;
+  }
+  const Sizes sizes(ranks, bytes);
+  exchange(comms, work, {source, out, sizes, Sizes(ranks, 0), sizes, offsets_of(sizes)},
+           [work] { work->end({}); });
+}
+
+void reduce_scatter(const CommsPtr& comms, const WorkPtr& work, const InnerCollective& what) {
+  const at::Tensor &source = what.source, &out = what.out;
+  reduce_parts(comms, work, span_of(source, 0, source.numel()),
+               Sizes(static_cast<size_t>(comms->size()), out.numel()), span_of(out, 0, out.numel()),
+               what.reduce_op, [work] { work->end({}); });
+}
+
+void all_to_all(const CommsPtr& comms, const WorkPtr& work, const InnerCollective& what) {
+  Sizes sent = bytes_of(what.sent, what.source);
+  Sizes received = bytes_of(what.received, what.source);
+  const Sizes from = offsets_of(sent), to = offsets_of(received);
+  exchange(comms, work, {what.source, what.out, std::move(sent), from, std::move(received), to},
+           [work] { work->end({}); });
+}
+
+void barrier(const CommsPtr& comms, const WorkPtr& work, const InnerCollective& /*what*/) {
+  comms->call(
+      work,
+      [comm = comms->collectives()](Library& library, auto& requests) {
+        requests.push_back(library.barrier(comm));
+      },
+      [work] { work->end({}); });
+}
+
+}  // namespace
+
 // How many entries everybody has, then all of them, which each rank adds up.
-MpiBackend::WorkPtr MpiBackend::all_reduce_sparse(const at::Tensor& tensor,
-                                                  Milliseconds /*timeout*/) {
-  const auto work = begin_work(c10d::OpType::_ALLREDUCE_SPARSE, OpType::SparseAllReduce, tensor);
+void all_reduce_sparse(const CommsPtr& comms, const WorkPtr& work, const at::Tensor& tensor) {
   const at::Tensor own = added_up(tensor);
   const at::Tensor indices = own._indices().contiguous(), values = own._values().contiguous();
   const at::Tensor count = at::empty({1}, at::kLong).fill_(indices.size(1));
-  const at::Tensor counts = at::empty({size_}, at::kLong);
-  const auto self = c10::intrusive_ptr<MpiBackend>::reclaim_copy(this);
-  call(
+  const at::Tensor counts = at::empty({comms->size()}, at::kLong);
+  comms->call(
       work,
-      [count, counts, comm = collectives_](Library& library, auto& requests) {
+      [count, counts, comm = comms->collectives()](Library& library, auto& requests) {
         requests.push_back(
             library.all_gather(data_of(count), data_of(counts), sizeof(int64_t), comm));
       },
-      [self, work, tensor, indices, values, counts] {
+      [comms, work, tensor, indices, values, counts] {
         const at::AutoDispatchBelowADInplaceOrView below_autograd;
         auto shape = values.sizes().vec();
         shape[0] = 1;
@@ -192,16 +299,17 @@ MpiBackend::WorkPtr MpiBackend::all_reduce_sparse(const at::Tensor& tensor,
         const int64_t of_values =
             c10::multiply_integers(shape) * static_cast<int64_t>(values.element_size());
         Sizes sizes;
-        for (int rank = 0; rank < self->size_; ++rank) {
+        for (int rank = 0; rank < comms->size(); ++rank) {
           sizes.push_back(counts.const_data_ptr<int64_t>()[rank] * (of_indices + of_values));
         }
-        const Sizes offsets = Exchange::offsets_of(sizes);
+        const Sizes offsets = offsets_of(sizes);
         const at::Tensor all = at::empty({c10::sum_integers(sizes)}, at::kByte);
-        std::byte* mine = data_of(all) + offsets[static_cast<size_t>(self->rank_)];
+        std::byte* mine = data_of(all) + offsets[static_cast<size_t>(comms->rank())];
         std::memcpy(mine, indices.const_data_ptr(), indices.nbytes());
         std::memcpy(mine + indices.nbytes(), values.const_data_ptr(), values.nbytes());
-        self->share(
-            work, all, sizes, [self, work, tensor, indices, values, counts, all, offsets, shape] {
+        share(
+            comms, work, all, sizes,
+            [comms, work, tensor, indices, values, counts, all, offsets, shape] {
               const at::AutoDispatchBelowADInplaceOrView adding;
               Tensors all_indices, all_values;
               for (size_t rank = 0; rank < offsets.size(); ++rank) {
@@ -220,116 +328,14 @@ MpiBackend::WorkPtr MpiBackend::all_reduce_sparse(const at::Tensor& tensor,
               work->end({});
             });
       });
-  return work;
 }
 
-void MpiBackend::start_all_reduce(const InnerWork& work, const at::Tensor& tensor, ReduceOp op) {
-  const at::Tensor t = span_of(tensor, 0, tensor.numel());
-  const auto bytes = static_cast<int64_t>(t.nbytes());
-  if (bytes * size_ <= kSmall && bytes <= largest_) {
-    const at::Tensor rows = at::empty({size_, t.numel()}, t.options());
-    call(
-        work,
-        [t, rows, comm = collectives_](Library& library, auto& requests) {
-          requests.push_back(
-              library.all_gather(data_of(t), data_of(rows), static_cast<int>(t.nbytes()), comm));
-        },
-        [work, t, rows, op] {
-          reduce_rows(rows, op, t);
-          work->end({});
-        });
-    return;
-  }
-  const Sizes shares = shares_of(t.numel());
-  const Sizes offsets = Exchange::offsets_of(shares);
-  const auto own = static_cast<size_t>(rank_);
-  const auto self = c10::intrusive_ptr<MpiBackend>::reclaim_copy(this);
-  // Others have this rank's values of their shares by then; its own share is nobody else's.
-  reduce_parts(work, t, shares, t.narrow(0, offsets[own], shares[own]), op,
-               [self, work, t, shares] {
-                 self->share(work, t, bytes_of(shares, t), [work] { work->end({}); });
-               });
-}
+const InnerTable<Collective> kCollectives{.barrier = barrier,
+                                          .all_reduce = all_reduce,
+                                          .reduce = reduce,
+                                          .broadcast = broadcast,
+                                          .all_gather = all_gather,
+                                          .reduce_scatter = reduce_scatter,
+                                          .all_to_all = all_to_all};
 
-void MpiBackend::start_reduce(const InnerWork& work, const at::Tensor& tensor, ReduceOp op,
-                              int root_rank) {
-  const at::Tensor t = span_of(tensor, 0, tensor.numel());
-  const auto root = static_cast<size_t>(root_rank);
-  const auto ranks = static_cast<size_t>(size_);
-  const auto bytes = static_cast<int64_t>(t.nbytes());
-  if (bytes * size_ <= kSmall || size_ <= 2) {
-    // The root reduces all of it.
-    Sizes sizes(ranks, 0);
-    sizes[root] = t.numel();
-    const bool receives = rank_ == root_rank;
-    reduce_parts(work, t, sizes, receives ? t : t.narrow(0, 0, 0), op, [work] { work->end({}); });
-    return;
-  }
-  const Sizes shares = shares_of(t.numel());
-  const Sizes offsets = Exchange::offsets_of(shares);
-  const auto own = static_cast<size_t>(rank_);
-  const auto self = c10::intrusive_ptr<MpiBackend>::reclaim_copy(this);
-  // Then each share goes to the root, where all of them lie one after the other.
-  reduce_parts(work, t, shares, t.narrow(0, offsets[own], shares[own]), op,
-               [self, work, t, shares, offsets, root, own, ranks] {
-                 const auto width = static_cast<int64_t>(t.element_size());
-                 Sizes sent(ranks, 0), received(ranks, 0), from(ranks, 0), to(ranks, 0);
-                 for (size_t i = 0; i < ranks; ++i) {
-                   from[i] = offsets[own] * width;
-                   to[i] = offsets[i] * width;
-                   if (own == root && i != own) {
-                     received[i] = shares[i] * width;
-                   }
-                 }
-                 if (own != root) {
-                   sent[root] = shares[own] * width;
-                 }
-                 self->exchange(work, {t, t, sent, from, received, to}, [work] { work->end({}); });
-               });
-}
-
-void MpiBackend::start_all_gather(const InnerWork& work, const at::Tensor& source,
-                                  const at::Tensor& out) {
-  const auto ranks = static_cast<size_t>(size_);
-  const auto bytes = static_cast<int64_t>(source.nbytes());
-  if (bytes * size_ <= largest_) {
-    call(
-        work,
-        [source, out, comm = collectives_](Library& library, auto& requests) {
-          requests.push_back(library.all_gather(data_of(source), data_of(out),
-                                                static_cast<int>(source.nbytes()), comm));
-        },
-        [work] { work->end({}); });
-    return;
-  }
-  const Sizes sizes(ranks, bytes);
-  exchange(work, {source, out, sizes, Sizes(ranks, 0), sizes, Exchange::offsets_of(sizes)},
-           [work] { work->end({}); });
-}
-
-void MpiBackend::start_reduce_scatter(const InnerWork& work, const at::Tensor& source,
-                                      const at::Tensor& out, ReduceOp op) {
-  reduce_parts(work, span_of(source, 0, source.numel()),
-               Sizes(static_cast<size_t>(size_), out.numel()), span_of(out, 0, out.numel()), op,
-               [work] { work->end({}); });
-}
-
-void MpiBackend::start_all_to_all(const InnerWork& work, const at::Tensor& source,
-                                  const at::Tensor& out, Sizes sent, Sizes received) {
-  sent = bytes_of(std::move(sent), source);
-  received = bytes_of(std::move(received), source);
-  const Sizes from = Exchange::offsets_of(sent), to = Exchange::offsets_of(received);
-  exchange(work, {source, out, std::move(sent), from, std::move(received), to},
-           [work] { work->end({}); });
-}
-
-void MpiBackend::start_barrier(const InnerWork& work) {
-  call(
-      work,
-      [comm = collectives_](Library& library, auto& requests) {
-        requests.push_back(library.barrier(comm));
-      },
-      [work] { work->end({}); });
-}
-
-}  // namespace c10d_ext
+}  // namespace c10d_ext::mpi

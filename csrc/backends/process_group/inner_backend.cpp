@@ -58,47 +58,59 @@ InnerBackend::InnerWork InnerBackend::make_work(c10d::OpType type, std::string_v
   return c10::make_intrusive<SignalledWork>(rank_, type, op, std::move(span));
 }
 
-WorkPtr InnerBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
-  const auto work = begin_work(c10d::OpType::BROADCAST, OpType::Broadcast, tensors[0]);
-  start_broadcast(work, tensors[0], static_cast<int>(opts.rootRank));
+WorkPtr InnerBackend::begin(c10d::OpType type, InnerCollective collective) {
+  const auto work = begin_work(type, collective.op, collective.source);
+  start(work, std::move(collective));
   return work;
+}
+
+WorkPtr InnerBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
+  return begin(c10d::OpType::BROADCAST, {.op = OpType::Broadcast,
+                                         .source = tensors[0],
+                                         .out = tensors[0],
+                                         .root = static_cast<int>(opts.rootRank)});
 }
 
 WorkPtr InnerBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
   if (tensors[0].is_sparse()) {
     return all_reduce_sparse(tensors[0], opts.timeout);
   }
-  const auto work = begin_work(c10d::OpType::ALLREDUCE, OpType::AllReduce, tensors[0]);
-  start_all_reduce(work, tensors[0], reduce_op_of(opts.reduceOp));
-  return work;
+  return begin(c10d::OpType::ALLREDUCE, {.op = OpType::AllReduce,
+                                         .source = tensors[0],
+                                         .out = tensors[0],
+                                         .reduce_op = reduce_op_of(opts.reduceOp)});
 }
 
 WorkPtr InnerBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
-  const auto work = begin_work(c10d::OpType::REDUCE, OpType::Reduce, tensors[0]);
-  start_reduce(work, tensors[0], reduce_op_of(opts.reduceOp), static_cast<int>(opts.rootRank));
-  return work;
+  return begin(c10d::OpType::REDUCE, {.op = OpType::Reduce,
+                                      .source = tensors[0],
+                                      .out = tensors[0],
+                                      .reduce_op = reduce_op_of(opts.reduceOp),
+                                      .root = static_cast<int>(opts.rootRank)});
 }
 
 WorkPtr InnerBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                       const c10d::AllgatherOptions& /*opts*/) {
-  const auto work = begin_work(c10d::OpType::_ALLGATHER_BASE, OpType::AllGather, input);
-  start_all_gather(work, input, output);
-  return work;
+  return begin(c10d::OpType::_ALLGATHER_BASE,
+               {.op = OpType::AllGather, .source = input, .out = output});
 }
 
 WorkPtr InnerBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                            const c10d::ReduceScatterOptions& opts) {
-  const auto work = begin_work(c10d::OpType::_REDUCE_SCATTER_BASE, OpType::ReduceScatter, input);
-  start_reduce_scatter(work, input, output, reduce_op_of(opts.reduceOp));
-  return work;
+  return begin(c10d::OpType::_REDUCE_SCATTER_BASE, {.op = OpType::ReduceScatter,
+                                                    .source = input,
+                                                    .out = output,
+                                                    .reduce_op = reduce_op_of(opts.reduceOp)});
 }
 
 WorkPtr InnerBackend::alltoall_base(at::Tensor& output, at::Tensor& input, Sizes& output_splits,
                                     Sizes& input_splits, const c10d::AllToAllOptions& /*opts*/) {
-  const auto work = begin_work(c10d::OpType::ALLTOALL_BASE, OpType::AllToAll, input);
-  start_all_to_all(work, input, output, elements_of(input, input_splits, size_),
-                   elements_of(output, output_splits, size_));
-  return work;
+  return begin(c10d::OpType::ALLTOALL_BASE,
+               {.op = OpType::AllToAll,
+                .source = input,
+                .out = output,
+                .sent = elements_of(input, input_splits, size_),
+                .received = elements_of(output, output_splits, size_)});
 }
 
 WorkPtr InnerBackend::send(Tensors& tensors, int dst, int tag) {
@@ -110,9 +122,7 @@ WorkPtr InnerBackend::recv(Tensors& tensors, int src, int tag) {
 }
 
 WorkPtr InnerBackend::barrier(const c10d::BarrierOptions& /*opts*/) {
-  const auto work = begin_work(c10d::OpType::BARRIER, OpType::Barrier, {});
-  start_barrier(work);
-  return work;
+  return begin(c10d::OpType::BARRIER, {.op = OpType::Barrier});
 }
 
 }  // namespace c10d_ext

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <chrono>
@@ -22,9 +23,48 @@
 
 namespace c10d_ext {
 
+// A collective that begins, of dense CPU tensors: what c10d's methods and their options say.
+struct InnerCollective {
+  OpType op = OpType::Barrier;
+  // One tensor where the result takes the input's place; none of a barrier.
+  at::Tensor source, out;
+  ReduceOp reduce_op = ReduceOp::None;
+  int root = -1;
+  // Of AllToAll: so many elements to and from each rank, one after the other.
+  std::vector<int64_t> sent, received;
+};
+
+// A function of a backend's own for each collective that InnerBackend begins. Of a reduce, `out` is
+// scratch memory on ranks other than the root.
+template <class Function>
+struct InnerTable {
+  Function *barrier, *all_reduce, *reduce, *broadcast, *all_gather, *reduce_scatter, *all_to_all;
+
+  Function* of(OpType op) const {
+    switch (op) {
+      case OpType::Barrier:
+        return barrier;
+      case OpType::AllReduce:
+        return all_reduce;
+      case OpType::Reduce:
+        return reduce;
+      case OpType::Broadcast:
+        return broadcast;
+      case OpType::AllGather:
+        return all_gather;
+      case OpType::ReduceScatter:
+        return reduce_scatter;
+      case OpType::AllToAll:
+        return all_to_all;
+      default:
+        TORCH_INTERNAL_ASSERT(false, "no collective of an inner backend: ", name_of(op));
+    }
+  }
+};
+
 // What moves the data of a backend of ours, behind CheckedBackend: c10d's methods as far as
 // lowering needs them, written once. Each takes its options apart, makes the work, which profilers
-// are told of, and has the derived class start it.
+// are told of, and has the derived class start it, by its InnerTable.
 //
 // Arguments are checked by who decorates it: dense CPU tensors of any shape, the same on all ranks
 // where they must be.
@@ -59,24 +99,11 @@ class InnerBackend : public c10d::Backend, public DescribedBackend {
  protected:
   // What is under way, which whoever does it ends.
   using InnerWork = c10::intrusive_ptr<SignalledWork>;
-  using Sizes = std::vector<int64_t>;
 
   InnerBackend(int rank, int size, const std::string& group_name, std::string title);
 
-  // Each starts a collective on all ranks and returns; `work` is ended once it is over, or has
-  // failed.
-  virtual void start_broadcast(const InnerWork& work, const at::Tensor& t, int root) = 0;
-  virtual void start_all_reduce(const InnerWork& work, const at::Tensor& t, ReduceOp op) = 0;
-  // `t` is scratch memory on ranks other than the root.
-  virtual void start_reduce(const InnerWork& work, const at::Tensor& t, ReduceOp op, int root) = 0;
-  virtual void start_all_gather(const InnerWork& work, const at::Tensor& source,
-                                const at::Tensor& out) = 0;
-  virtual void start_reduce_scatter(const InnerWork& work, const at::Tensor& source,
-                                    const at::Tensor& out, ReduceOp op) = 0;
-  // So many elements to and from each rank, one after the other.
-  virtual void start_all_to_all(const InnerWork& work, const at::Tensor& source,
-                                const at::Tensor& out, Sizes sent, Sizes received) = 0;
-  virtual void start_barrier(const InnerWork& work) = 0;
+  // Starts it and returns; `work` is ended once it is over on this rank, or has failed.
+  virtual void start(const InnerWork& work, InnerCollective collective) = 0;
   // Of a sparse tensor, which becomes the sum. `timeout`: of the call.
   virtual WorkPtr all_reduce_sparse(const at::Tensor& tensor, Milliseconds timeout) = 0;
   virtual WorkPtr start_message(const Message& message) = 0;
@@ -89,6 +116,8 @@ class InnerBackend : public c10d::Backend, public DescribedBackend {
   const Group group_;  // for texts
 
  private:
+  WorkPtr begin(c10d::OpType type, InnerCollective collective);
+
   const std::string title_;
 };
 

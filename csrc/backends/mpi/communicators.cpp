@@ -1,9 +1,13 @@
-// How a group of mpi begins and ends.
+// How a group of mpi begins and ends, and the engine's calls for it.
 
+#include "backends/mpi/communicators.h"
+
+#include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <exception>
 #include <memory>
@@ -15,17 +19,14 @@
 #include <utility>
 #include <vector>
 
-#include "backends/mpi/backend.h"
 #include "base/timeouts.h"
 #include "control/rendezvous.h"
 
-namespace c10d_ext {
+namespace c10d_ext::mpi {
 
 namespace {
 
-using mpi::Engine;
-using mpi::Library;
-using mpi::MpiError;
+using Milliseconds = std::chrono::milliseconds;
 
 // Tags of groups are hashes of their names: MPI guarantees that many.
 constexpr uint64_t kGroupTags = 32767;
@@ -39,26 +40,33 @@ uint64_t hash_of(std::string_view text) {
   return hash;
 }
 
+std::exception_ptr error_of(std::string text) {
+  return std::make_exception_ptr(c10::DistBackendError(
+      {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, std::move(text)));
+}
+
 }  // namespace
 
-MpiBackend::MpiBackend(int rank, int size, const std::string& group_name, mpi::Comm collectives,
-                       mpi::Comm messages, int tag_limit, int largest)
-    : InnerBackend(rank, size, group_name, kPublicName),
+void abandon(uint64_t owner, uint64_t number, std::string why) {
+  Engine::of_this_process().abandon(owner, number, error_of(std::move(why)));
+}
+
+Communicators::Communicators(Group place, Comm collectives, Comm messages, int tag_limit,
+                             int largest)
+    : place_(std::move(place)),
       collectives_(collectives),
       messages_(messages),
       tag_limit_(tag_limit),
       largest_(largest),
-      id_([] {
+      owner_([] {
         static std::atomic<uint64_t> last{0};
         return ++last;
-      }()) {
-  init();
-}
+      }()) {}
 
-MpiBackend::~MpiBackend() {
+Communicators::~Communicators() {
+  abandon(owner_, 0, "the group was destroyed");
   auto& engine = Engine::of_this_process();
-  engine.abandon(id_, 0, error_of("the group was destroyed"));
-  if (engine.has_calls_of(id_)) {
+  if (engine.has_calls_of(owner_)) {
     return;  // MPI has them still
   }
   try {
@@ -68,17 +76,16 @@ MpiBackend::~MpiBackend() {
                        library.free(comm);
                      }
                    },
-                   [](const std::exception_ptr&) {}, id_, 0});
+                   [](const std::exception_ptr&) {}, owner_, 0});
   } catch (const MpiError&) {
     // Of a process that has forked, or ends.
   }
 }
 
-c10::intrusive_ptr<MpiBackend> MpiBackend::connect(const c10::intrusive_ptr<c10d::Store>& store,
-                                                   int rank, int size, Milliseconds timeout,
-                                                   const std::string& group_name,
-                                                   const GlobalRanks& global_ranks, int largest) {
-  const Group place({}, group_name, rank, size);
+std::shared_ptr<const Communicators> Communicators::connect(
+    const c10::intrusive_ptr<c10d::Store>& store, const Group& place, Milliseconds timeout,
+    const GlobalRanks& global_ranks, int largest) {
+  const int rank = static_cast<int>(place.rank()), size = static_cast<int>(place.size());
   const auto fail = [&](const std::string& what) {
     C10_THROW_ERROR(DistBackendError, c10::str("mpi: ", what, ' ', where(place)));
   };
@@ -116,25 +123,54 @@ c10::intrusive_ptr<MpiBackend> MpiBackend::connect(const c10::intrusive_ptr<c10d
           c10::Join(", ", ranks), " of worlds of ", c10::Join(", ", sizes), " by ",
           library.version(), library.is_open_mpi() ? " (Open MPI needs its own mpirun)" : ""));
     }
-    const auto tag = static_cast<int>(hash_of(group_name) % kGroupTags);
-    auto made = std::make_shared<std::vector<mpi::Comm>>();
+    const auto tag = static_cast<int>(hash_of(place.name()) % kGroupTags);
+    auto made = std::make_shared<std::vector<Comm>>();
     engine.away(
         "MPI_Comm_create_group", timeout, [&] { expected.check(); },
         [made, ranks, tag](Library& mpi) {
-          // A message is never taken for a part of a collective.
           made->push_back(mpi.create_group(ranks, tag));
           made->push_back(mpi.create_group(ranks, tag));
         });
-    return c10::make_intrusive<MpiBackend>(rank, size, group_name, made->at(0), made->at(1),
-                                           library.tag_limit(), largest);
+    return std::make_shared<Communicators>(place, made->at(0), made->at(1), library.tag_limit(),
+                                           largest);
   } catch (const MpiError& error) {
     fail(error.what());
   }
   return {};
 }
 
-void MpiBackend::abort() {
-  Engine::of_this_process().abandon(id_, 0, error_of("the group was aborted"));
+void Communicators::call(const WorkPtr& work, Start start, Over over, uint64_t number) const {
+  auto end = [work, over = std::move(over)](std::exception_ptr error) {
+    if (!error) {
+      try {
+        over();
+        return;
+      } catch (...) {
+        error = std::current_exception();
+      }
+    }
+    try {
+      std::rethrow_exception(error);
+    } catch (const MpiError& refused) {
+      error = error_of(refused.what());
+    } catch (...) {
+    }
+    work->end(error);
+  };
+  try {
+    Engine::of_this_process().submit({std::move(start), std::move(end), owner_, number});
+  } catch (const MpiError& refused) {
+    C10_THROW_ERROR(DistBackendError, c10::str("mpi: ", refused.what(), ' ', where(place_)));
+  }
 }
 
-}  // namespace c10d_ext
+void start_parts(Library& library, std::vector<Request>& requests, bool sends, std::byte* data,
+                 int64_t bytes, int peer, int tag, Comm comm, int largest) {
+  for (int64_t offset = 0; offset < bytes; offset += largest) {
+    const auto size = static_cast<int>(std::min<int64_t>(largest, bytes - offset));
+    requests.push_back(sends ? library.send(data + offset, size, peer, tag, comm)
+                             : library.receive(data + offset, size, peer, tag, comm));
+  }
+}
+
+}  // namespace c10d_ext::mpi
