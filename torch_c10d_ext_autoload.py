@@ -14,6 +14,8 @@ import sys
 from types import ModuleType
 from typing import Any
 
+# The backend's name.
+SHM = "shm"
 SWITCH = "TORCH_C10D_EXT_SHM_FOR_GLOO"
 
 
@@ -28,11 +30,11 @@ def register() -> None:
     # What register_backend() does but for the plug-in itself: as soon as torch knows any plug-in,
     # it makes groups of "cpu:gloo" without a default backend.
     backend: Any = c10d.Backend
-    if "shm" not in backend.backend_list:
-        backend.SHM = "shm"
-        backend.backend_list.append("shm")
-        backend.backend_capability["shm"] = ["cpu"]
-        backend.backend_type_map["shm"] = c10d.ProcessGroup.BackendType.CUSTOM
+    if SHM not in backend.backend_list:
+        backend.SHM = SHM
+        backend.backend_list.append(SHM)
+        backend.backend_capability[SHM] = ["cpu"]
+        backend.backend_type_map[SHM] = c10d.ProcessGroup.BackendType.CUSTOM
     hook(c10d)
     _Accelerate.register()
 
@@ -70,7 +72,7 @@ def _is_loaded() -> bool:
 
 def _names_shm(backend: object) -> bool:
     """Whether "shm", "cpu:shm" or "cpu:shm,cuda:nccl" is given."""
-    return "shm" in _names(backend)
+    return SHM in _names(backend)
 
 
 def _names_ours(backend: object) -> bool:
@@ -78,7 +80,7 @@ def _names_ours(backend: object) -> bool:
     import torch.distributed as dist
 
     names = _names(backend)
-    return "shm" in names or ("mpi" in names and not dist.is_mpi_available())
+    return SHM in names or ("mpi" in names and not dist.is_mpi_available())
 
 
 def _names(backend: object) -> set[str]:

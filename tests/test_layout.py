@@ -221,6 +221,26 @@ def test_python_knows_no_backend_by_its_name() -> None:
     none(found)
 
 
+def test_the_name_of_shm_is_given_where_the_backend_is() -> None:
+    """C++ has it in the backend's folder, Python in the module that `import torch` runs."""
+    found = [
+        f"{path.relative_to(CSRC)}:{number}: {line.strip()}"
+        for folder in LAYERS
+        for path in sources_of(folder)
+        if "backends/shm" not in path.as_posix()
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if '"shm"' in line.split("//")[0]
+    ]
+    for path in ROOT.glob("torch_c10d_ext/**/*.py*"):
+        if path.suffix in (".py", ".pyi"):
+            found += [
+                f"{path.relative_to(ROOT)}:{node.lineno}: {node.value!r}"
+                for node in ast.walk(ast.parse(path.read_text()))
+                if isinstance(node, ast.Constant) and node.value == "shm"
+            ]
+    none(found)
+
+
 def test_what_is_derived_of_an_op_is_not_written_in_it() -> None:
     """frontend/forms.h registers all kernels of an op that lists its forms."""
     texts = {path.name: path.read_text() for path in CSRC.glob("ops/*.cpp")}

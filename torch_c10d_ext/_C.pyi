@@ -170,7 +170,7 @@ class Rendezvous:
         size: int,
         group_name: str,
         global_ranks: GlobalRanks,
-        backend: str = "shm",
+        backend: str,
     ) -> None: ...
     def look(self) -> None: ...
     def check(self) -> None: ...
@@ -185,7 +185,7 @@ class CheckedBackend(SplittableBackend):
         group_name: str,
         global_ranks: GlobalRanks,
         strict: int,
-        name: str = "shm",
+        name: str,
         connect: Callable[..., dist.Backend] | None = None,
         counted_as: str = "",
     ) -> None: ...

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch_c10d_ext_autoload
 from torch_c10d_ext import _C, _hosts
 from torch_c10d_ext._meeting import Meeting
+from torch_c10d_ext_autoload import SHM
 
 _log = logging.getLogger("torch_c10d_ext")
 
@@ -39,7 +40,7 @@ _told: set[str] = set()
 
 def register() -> None:
     """Makes the backends known to ``torch.distributed``; the defaults stay as they are."""
-    dist.Backend.register_backend("shm", _create_shm, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend(SHM, _create_shm, extended_api=True, devices=["cpu"])
     torch_c10d_ext_autoload.register()  # where torch has not called it
     atexit.register(_close)
 
@@ -139,6 +140,7 @@ def _connect(meeting: Meeting) -> Any:
         meeting.name,
         meeting.global_ranks,
         settings["strict"],
+        SHM,
         connect=lambda *part: _connect(Meeting(*part)),
         counted_as=inner.title if isinstance(inner, _C.HierarchicalBackend) else engine,
     )
@@ -147,7 +149,7 @@ def _connect(meeting: Meeting) -> Any:
 def share_memory(meeting: Meeting) -> tuple[Any, str, str]:
     """A group's backend on shared memory, or None on all ranks, a name of this meeting, and why."""
     settings = shm_settings()
-    backend, why_not, session = _C.connect_shm(*meeting.checked("shm"), **settings)
+    backend, why_not, session = _C.connect_shm(*meeting.checked(SHM), **settings)
     return backend, session, "" if backend is not None else why_not
 
 

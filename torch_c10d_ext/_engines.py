@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torch_c10d_ext._meeting import Meeting
+from torch_c10d_ext_autoload import SHM
 
 # Names it; the same on all ranks.
 NAME = "TORCH_C10D_EXT_SHM_BETWEEN_HOSTS"
@@ -51,11 +52,16 @@ def problem_of(engine: str) -> str:
     if engine in (DEFAULT, _MPI):
         return ""
     known = dist.Backend._plugins
-    if engine.upper() in known and engine != "shm":
+    others = {name.lower() for name, plugin in known.items() if not _is_ours(plugin)}
+    if engine.lower() in others:
         devices = dist.Backend.backend_capability.get(engine.lower(), [])
         return "" if "cpu" in devices else f"must serve cpu, got {engine!r}, of {devices}"
-    names = sorted({DEFAULT, _MPI} | {name.lower() for name in known} - {"shm", "c10d_ext_mpi"})
-    return f"must be one of {', '.join(names)}, got {engine!r}"
+    return f"must be one of {', '.join(sorted({DEFAULT, _MPI} | others))}, got {engine!r}"
+
+
+def _is_ours(plugin: Any) -> bool:
+    """Whether a plug-in of ``torch.distributed`` is one that this package has registered."""
+    return str(getattr(plugin.creator_fn, "__module__", "")).startswith(f"{__package__}.")
 
 
 def prepare(engine: str, meeting: Meeting) -> None:
@@ -85,7 +91,7 @@ def connect(
 
         return _mpi.connect_part(meeting)
     meeting = meeting.bounded()
-    expected = meeting.rendezvous()
+    expected = meeting.rendezvous(SHM)
     plugin = dist.Backend._plugins[engine.upper()]
     options = dist.distributed_c10d._DistributedBackendOptions()
     options.store = expected.watched_store(f"{engine}/")
@@ -113,7 +119,7 @@ def meet_over_gloo(
     # Under a key of its own: a group of this name may have left its addresses there.
     meeting = meeting.bounded().below(f"{session}/")
     store, rank, size, timeout, *_ = meeting
-    expected = meeting.rendezvous()
+    expected = meeting.rendezvous(SHM)
 
     def make() -> Any:
         watched = expected.watched_store("gloo/")

@@ -18,7 +18,7 @@ from torch_c10d_ext import _C, _backends, _engines, _mpi
 from torch_c10d_ext._groups import Group, device_of, group_name, process_group, unwrapped
 from torch_c10d_ext._meeting import Meeting
 from torch_c10d_ext.errors import InvalidArgument
-from torch_c10d_ext_autoload import SWITCH
+from torch_c10d_ext_autoload import SHM, SWITCH
 
 _log = logging.getLogger("torch_c10d_ext")
 
@@ -274,7 +274,7 @@ def _ranks_without(meeting: Meeting, verdict: str) -> list[int]:
         torch.distributed.DistBackendError: a rank has not come in time.
     """
     store, rank, size, timeout, *_ = meeting
-    expected = meeting.rendezvous()
+    expected = meeting.rendezvous(SHM)
     # gloo's own, which a rank leaves there when it connects. Where this rank has left one, in an
     # earlier group of this name, the others' may be old as well.
     has_gloo_keys = not store.check([f"0/{rank}"])

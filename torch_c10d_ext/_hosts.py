@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from torch_c10d_ext import _C, _engines
 from torch_c10d_ext._meeting import Meeting
+from torch_c10d_ext_autoload import SHM
 
 _log = logging.getLogger("torch_c10d_ext")
 
@@ -40,7 +41,7 @@ def connect(meeting: Meeting, session: str, settings: dict[str, Any]) -> tuple[A
     """
     rank, size, name = meeting.rank, meeting.size, meeting.name
     prefix = f"{session}/hosts/"
-    watched = meeting.rendezvous().watched_store(prefix)
+    watched = meeting.rendezvous(SHM).watched_store(prefix)
     wanted = _engines.own_engine()
     own = {"host": own_host(), "engine": wanted, "problem": _engines.problem_of(wanted)}
     said = _all_say(watched, "host", meeting, own)
@@ -65,7 +66,7 @@ def connect(meeting: Meeting, session: str, settings: dict[str, Any]) -> tuple[A
         inside = meeting.of_part(here).below(f"{prefix}{number}/")
         inside = inside._replace(name=f"{name}:host{number}")
         local, why_not, _ = _C.connect_shm(*inside, **settings)
-    if any(_all_say(watched, "shm", meeting, why_not)):
+    if any(_all_say(watched, SHM, meeting, why_not)):
         return engine_alone()
     is_even = len({len(ranks) for ranks in hosts}) == 1
     everyone = list(range(size))

@@ -77,7 +77,7 @@ class Meeting(NamedTuple):
             global_ranks=_C.part_of_global_ranks(self.global_ranks, list(ranks)),
         )
 
-    def rendezvous(self, backend: str = "shm") -> _C.Rendezvous:
-        """What tells whether the others still come."""
+    def rendezvous(self, backend: str) -> _C.Rendezvous:
+        """What tells whether the others still come to make a group of ``backend``."""
         store, rank, size, _, name, global_ranks = self
         return _C.Rendezvous(store, rank, size, name, global_ranks, backend)

@@ -31,7 +31,7 @@ import torch_c10d_ext
 from torch_c10d_ext import _C, _backends
 from torch_c10d_ext._built_with import TORCH_VERSION
 from torch_c10d_ext.run import is_entry_point_installed
-from torch_c10d_ext_autoload import SWITCH
+from torch_c10d_ext_autoload import SHM, SWITCH
 
 _DISABLE = "TORCH_C10D_EXT_SHM_DISABLE"
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
@@ -211,9 +211,7 @@ def facts() -> Iterator[tuple[str, str]]:
     yield (
         "backends",
         ", ".join(
-            name
-            for name in ("gloo", "nccl", "mpi", "ucc", "shm")
-            if dist.is_backend_available(name)
+            name for name in ("gloo", "nccl", "mpi", "ucc", SHM) if dist.is_backend_available(name)
         ),
     )
     yield "Python", f"{platform.python_version()} ({sys.executable})"

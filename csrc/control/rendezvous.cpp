@@ -184,7 +184,7 @@ void bind_rendezvous(pybind11::module_& m) {
              return Rendezvous(Group({}, group_name, rank, size), store, global_ranks, backend);
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("group_name"),
-           py::arg("global_ranks"), py::arg("backend") = "shm")
+           py::arg("global_ranks"), py::arg("backend"))
       .def("look", &Rendezvous::look, py::call_guard<py::gil_scoped_release>(),
            "Raises RankLost where one of the ranks is gone.")
       .def("check", &Rendezvous::check, py::call_guard<py::gil_scoped_release>(),

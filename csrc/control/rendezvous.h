@@ -38,7 +38,7 @@ class Rendezvous {
  public:
   // `backend`: whose group it is, for texts.
   Rendezvous(Group place, c10::intrusive_ptr<c10d::Store> store, GlobalRanks global_ranks,
-             std::string backend = "shm")
+             std::string backend)
       : place_(std::move(place)),
         store_(std::move(store)),
         global_ranks_(std::move(global_ranks)),

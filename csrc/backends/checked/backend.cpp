@@ -414,7 +414,7 @@ void bind_checked(pybind11::module_& m) {
                                                         std::move(connect_part), counted_as);
            }),
            py::arg("inner"), py::arg("store"), py::arg("timeout"), py::arg("group_name"),
-           py::arg("global_ranks"), py::arg("strict"), py::arg("name") = "shm",
+           py::arg("global_ranks"), py::arg("strict"), py::arg("name"),
            py::arg("connect") = py::none(), py::arg("counted_as") = "")
       .def_property_readonly("inner", &CheckedBackend::inner_backend,
                              "The backend that does the work.");

@@ -65,8 +65,8 @@ class SplittableBackend : public c10d::Backend {
   c10::intrusive_ptr<Backend> merge(const c10::intrusive_ptr<c10d::Store>& store,
                                     const c10::intrusive_ptr<Options>& opts, const int& rank,
                                     const int& size) override {
-    return make_backend("merge", c10::make_intrusive<c10d::PrefixStore>("shm", store), rank, size,
-                        opts->timeout, opts->group_name, {});
+    const auto below = c10::make_intrusive<c10d::PrefixStore>(getBackendName(), store);
+    return make_backend("merge", below, rank, size, opts->timeout, opts->group_name, {});
   }
 
   // Called by the ranks that remain.

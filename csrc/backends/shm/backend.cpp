@@ -117,9 +117,9 @@ ShmBackend::Connected ShmBackend::connect(const c10::intrusive_ptr<c10d::Store>&
                                           const GlobalRanks& global_ranks) {
   const bool fits = size <= shm::Layout::kMaxSize;
   const Group place({}, options.group_name, rank, size);
-  const Rendezvous expected(place, store, global_ranks);
+  const Rendezvous expected(place, store, global_ranks, kPublicName);
   auto shared = expected.joined([&] {
-    return shm::join(expected.part_of_store("shm"), rank, size,
+    return shm::join(expected.part_of_store(kPublicName), rank, size,
                      fits ? shm::Engine::mapping_bytes(size, settings.arena) : 0, options.timeout,
                      fits ? ""
                           : c10::str("a group has at most ", shm::Layout::kMaxSize,
@@ -143,7 +143,7 @@ void ShmBackend::close_all(Milliseconds grace) {
 c10::intrusive_ptr<c10d::Backend> ShmBackend::make_backend(
     std::string_view op, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
     Milliseconds timeout, const std::string& name, const GlobalRanks& global_ranks) const {
-  Options options("shm", timeout);
+  Options options(kPublicName, timeout);
   options.group_name = name;
   auto connected = connect(store, rank, size, options, settings_, global_ranks);
   C10D_EXT_CHECK_VALUE(
@@ -191,7 +191,7 @@ void bind_shm(pybind11::module_& m) {
          std::chrono::microseconds spin_time, std::chrono::microseconds inline_time,
          bool progress_thread, int strict, const std::string& algorithms)
           -> std::tuple<c10::intrusive_ptr<c10d::Backend>, std::string, std::string> {
-        c10d::Backend::Options options("shm", timeout);
+        c10d::Backend::Options options(ShmBackend::kPublicName, timeout);
         options.group_name = group_name;
         ShmBackend::Settings settings;
         settings.arena = arena;

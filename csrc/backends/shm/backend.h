@@ -32,6 +32,8 @@ struct KnownGroup;
 // native here.
 class ShmBackend final : public RequestBackend {
  public:
+  static constexpr char kPublicName[] = "shm";
+
   struct Settings {
     size_t arena = 0;         // bytes of shared memory per rank
     bool call_sites = false;  // the ranks must call a collective from one line
