@@ -756,6 +756,22 @@ HEAD += ["none ms", "torch ms", "by hand ms", "bitwise ms", "ours ms", "best of 
 HEAD += ["measured / predicted", "peak / budget", "pass s"]
 
 
+def _by_program(rows: list[dict[str, Any]]) -> Table:
+    """The ratio of each program in each setting."""
+    settings = list(dict.fromkeys((row["ranks"], row["backend"], row["link"]) for row in rows))
+    ratios: dict[str, dict[Any, str]] = {}
+    for row in rows:
+        setting = row["ranks"], row["backend"], row["link"]
+        ratios.setdefault(row["program"], {})[setting] = f"{_ratio(row, _best(row)):.2f}"
+    return Table(
+        "The better of torch's pass and none, over ours, by program",
+        "",
+        ["program", *(f"{ranks} {backend} {link}" for ranks, backend, link in settings)],
+        1,
+        [[name, *(each.get(s, "-") for s in settings)] for name, each in ratios.items()],
+    )
+
+
 def tables(rows: list[dict[str, Any]]) -> list[Table]:
     """All rows, and what they say of the targets."""
     speed = [_ratio(row, _best(row)) for row in rows]
@@ -805,6 +821,7 @@ def tables(rows: list[dict[str, Any]]) -> list[Table]:
     outcomes = [[*row[:3], "met" if row[3] else "missed"] for row in found]
     return [
         Table("The optimizer on models and parallel forms", "", HEAD, 2, [*map(_cells, rows)]),
+        _by_program(rows),
         Table(
             f"{TARGETS}: optimizer on models",
             "",
