@@ -8,9 +8,10 @@ scattered as soon as it is there, and waited for at once.
 
 Expected output:
 
-    step 6,166.0 -> 3,859.8 us, hidden 0% -> 95%, launches 16 -> 15
-    peak 71,303,168 -> 72,351,744 bytes
+    step 6,166.0 -> 3,859.8 us, hidden 0% -> 95%, launches 16 -> 12
+    peak 71,303,168 -> 71,303,168 bytes
     done: 2 all_gather_into_tensor of group '0' in 1 launches
+    done: 5 reduce_scatter_tensor of group '0' in 2 launches
     done: 15 of 16 collectives have more to run beside
     not: 8 all_gather before a product in parts: its rows are summed over
     not: 8 reduce_scatter of a product in parts: floats need numerics='rounding'
