@@ -128,13 +128,14 @@ mutate-cuda: build $(CUDA_VENV)/.ready
 	@$(CUDA_VENV)/bin/python -m tests.simulated_cuda.mutate
 
 $(CLIENTS)/.models: tools/requirements-models.txt $(CLIENTS)/.installed
-	@$(CLIENTS)/bin/python -m pip install -q --no-deps -r tools/requirements-models.txt
+	@$(CLIENTS)/bin/python -m pip install -q --no-deps --target $(CLIENTS)/models \
+		-r tools/requirements-models.txt
 	@touch $@
 
 bench-optimizer: build $(CLIENTS)/.models
 	$(say) "measuring the communication optimizer on models, real ranks and by its own model"
 	@$(CLIENTS)/bin/python tools/develop.py
-	@$(CLIENTS)/bin/python benchmarks/optimizer_models.py $(MODELS_ARGS)
+	@PYTHONPATH=$(CLIENTS)/models $(CLIENTS)/bin/python benchmarks/optimizer_models.py $(MODELS_ARGS)
 	@$(CLIENTS)/bin/python benchmarks/optimizer.py $(BENCH_ARGS)
 
 $(VENV)/.bench: tools/requirements-bench.txt $(VENV)/.torch
