@@ -636,6 +636,20 @@ def _with_one_mode(graph: GraphModule, inputs: list[Any]) -> GraphModule:
     return graph
 
 
+def _same_on_all_ranks(graph: GraphModule) -> bool:
+    """Whether all ranks start the same collectives in one order, and sums of the same sizes."""
+    order = []
+    for node in graph.graph.nodes:
+        op = op_of(node)
+        form = op_info(op) if op is not None else None
+        if form is not None and form.kind != "wait_tensor":
+            size = _wire(node, form)[1] if form.kind == "all_reduce" else 0.0
+            order.append((form.kind, size))
+    orders: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(orders, order)
+    return all(each == orders[0] for each in orders)
+
+
 def measure(name: str, kinds: list[str], backend: str) -> list[dict[str, Any]]:
     """One program with some links; a row each."""
     step, inputs = PROGRAMS[name]()
@@ -667,10 +681,14 @@ def measure(name: str, kinds: list[str], backend: str) -> list[dict[str, Any]]:
             if settings is not exact:
                 graphs["bitwise"] = optimize_and_report(graph, exact)[0]
             try:
-                graphs["torch"] = torch_scheduled(graph, known, compute)
+                theirs = torch_scheduled(graph, known, compute)
+                why_not = "" if _same_on_all_ranks(theirs) else "gives ranks different orders"
             except Exception as error:
-                if dist.get_rank() == 0:
-                    print(f"{name}, {kind}: torch's pass raises {error!r:.200}", flush=True)
+                why_not = f"raises {error!r:.200}"
+            if not why_not:
+                graphs["torch"] = theirs
+            elif dist.get_rank() == 0:
+                print(f"{name}, {kind}: torch's pass {why_not}", flush=True)
             if hand is not None:
                 graphs["hand"] = hand
             runners = {peer: Runner(each, link) for peer, each in graphs.items()}
