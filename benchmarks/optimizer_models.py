@@ -636,10 +636,10 @@ def _with_one_mode(graph: GraphModule, inputs: list[Any]) -> GraphModule:
     return graph
 
 
-def _same_on_all_ranks(graph: GraphModule) -> bool:
+def _same_on_all_ranks(graph: GraphModule | None) -> bool:
     """Whether all ranks start the same collectives in one order, and sums of the same sizes."""
     order = []
-    for node in graph.graph.nodes:
+    for node in graph.graph.nodes if graph is not None else ():
         op = op_of(node)
         form = op_info(op) if op is not None else None
         if form is not None and form.kind != "wait_tensor":
@@ -680,12 +680,14 @@ def measure(name: str, kinds: list[str], backend: str) -> list[dict[str, Any]]:
             graphs = {"none": graph, "ours": new}
             if settings is not exact:
                 graphs["bitwise"] = optimize_and_report(graph, exact)[0]
+            theirs, why_not = None, ""
             try:
                 theirs = torch_scheduled(graph, known, compute)
-                why_not = "" if _same_on_all_ranks(theirs) else "gives ranks different orders"
             except Exception as error:
                 why_not = f"raises {error!r:.200}"
-            if not why_not:
+            if not _same_on_all_ranks(theirs):
+                why_not = why_not or "gives ranks different orders"
+            if theirs is not None and not why_not:
                 graphs["torch"] = theirs
             elif dist.get_rank() == 0:
                 print(f"{name}, {kind}: torch's pass {why_not}", flush=True)
