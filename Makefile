@@ -133,7 +133,7 @@ $(CLIENTS)/.models: tools/requirements-models.txt $(CLIENTS)/.installed
 	@touch $@
 
 bench-optimizer: build $(CLIENTS)/.models
-	$(say) "measuring the communication optimizer on models, real ranks and by its own model"
+	$(say) "measuring the communication optimizer on models, and by its cost model"
 	@$(CLIENTS)/bin/python tools/develop.py
 	@PYTHONPATH=$(CLIENTS)/models $(CLIENTS)/bin/python benchmarks/optimizer_models.py $(MODELS_ARGS)
 	@$(CLIENTS)/bin/python benchmarks/optimizer.py $(BENCH_ARGS)

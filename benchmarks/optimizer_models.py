@@ -4,25 +4,24 @@
                                           [--only PROGRAM ...] [--out FILE] [--record NAME]
 
 Needs transformers, torchvision and timm (`make bench-optimizer` has them); weights are random,
-sizes small. The list was written
-before anything was measured with it, and programs are not changed because of what comes out: five
-models with an all_reduce per gradient, four with sharded weights that are gathered where they are
-used, tensor parallelism with sequences in parts, uneven exchanges of experts, ring attention, and
-with four ranks a mesh of two dimensions.
+sizes small. The list was written before anything was measured with it, and programs are not changed
+because of what comes out: five models with an all_reduce per gradient, four with sharded weights
+that are gathered where they are used, tensor parallelism with sequences in parts, uneven exchanges
+of experts, ring attention, and with four ranks a mesh of two dimensions.
 
 Computation is real. Collectives are real, too, and besides each takes as long as a link says that
 all groups take turns on: a timer that costs no processor time, as two busy cores hide nothing.
 Three links, by rule: what they send takes as long as the rank computes (balanced), three times
-that (bandwidth), or the same in latency alone (latency). What nodes cost is measured on rank 0.
+that (bandwidth), or the same in latency alone (latency).
 
 Peers take turns in one run: the graph as it is (none), torch's own pass (overlap_scheduling with
 buckets, given this cost model), ours, and for two programs a schedule by hand: gradients in buckets
 from hooks, as DDP has it, and gathers three weights ahead, as FSDP has it. Where buckets change how
-sums are rounded (gloo with four ranks), which torch's pass and DDP take for granted, ours is run
-with numerics="rounding", and with the same bits as the graph beside it (bitwise).
+sums are rounded (gloo), which torch's pass and DDP take for granted, ours is run with
+numerics="rounding", and with the same bits as the graph beside it (bitwise).
 
-What the passes are told is measured on the graph as it is: nodes and calls under each link, what a
-call takes of a computation beside it by calibrate().
+What the passes are told is measured on the graph as it is, on all ranks: nodes and calls under each
+link; calibrate() measures what a call takes of a computation beside it.
 
 One file, for it is one list of programs, and what runs them all alike.
 """
@@ -504,10 +503,11 @@ def _wire(node: Node, form: Any) -> tuple[int, float]:
 
 @dataclass(frozen=True)
 class Profile:
-    """What the program as it is takes of rank 0, in the middle three of five runs.
+    """What the program as it is takes, in the middle three of five runs; the mean of the ranks.
 
     Attributes:
-        cost: seconds of a node, by op and shapes; views count at what uses them.
+        cost: seconds of a node, by op and shapes, which some rank has; views count at what uses
+            them.
         per_call: seconds that a collective keeps the rank on average, but for the link.
     """
 
@@ -537,9 +537,14 @@ def _profile(graph: GraphModule, inputs: list[Any], link: Link | None) -> Profil
         found = [seconds for _, samples, _ in turns for seconds in samples[key]]
         table[key] = sum(found) / len(found)
     per_call = sum(each for _, _, each in turns) / 3 / len(runner.wire)
-    box = [(table, per_call)]
-    dist.broadcast_object_list(box)
-    table, per_call = box[0]
+    profiles: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(profiles, (table, per_call))
+    # Ranks may have other shapes, and must not have other costs.
+    table = {
+        key: statistics.mean(each[key] for each, _ in profiles if key in each)
+        for key in sorted({key for each, _ in profiles for key in each})
+    }
+    per_call = statistics.mean(each for _, each in profiles)
     other = Settings.of(None, None, compute=UNTIMED).costs()
 
     def own(node: Node) -> float:
@@ -805,7 +810,7 @@ def tables(rows: list[dict[str, Any]]) -> list[Table]:
         (
             "hidden share, by the cost model",
             "median >= 0.95, worst >= 0.8",
-            f"{median(hidden):.2f}, {abs(round(min(hidden), 2)):.2f}",
+            f"{median(hidden):.2f}, {max(0.0, min(hidden)):.2f}",
             median(hidden) >= 0.95 and min(hidden) >= 0.8,
         ),
         (

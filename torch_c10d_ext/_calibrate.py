@@ -18,7 +18,7 @@ _SIZES = (8, 4 << 10, 256 << 10, 4 << 20, 16 << 20)
 # Calls back to back, timed together, so that the clock and the barrier do not count.
 _BLOCK_SECONDS = 2e-3
 _LONGEST_BLOCK = 200
-# Less than this cannot be told from noise.
+# A smaller difference cannot be told from noise.
 _LEAST = 1e-6
 
 
@@ -88,17 +88,19 @@ def calibrate(
     ]
     wire = [2 * (ranks - 1) / ranks * size for size in sizes]
 
-    def line(measure: Callable[[int], float]) -> tuple[list[float], tuple[float, float]]:
+    def line(
+        measure: Callable[[int], float], least: float = 0.0
+    ) -> tuple[list[float], tuple[float, float]]:
         blocks = [[measure(k) for k in range(len(sizes))] for _ in range(rounds)]
         slowest = _slowest(pg, device, [took for block in blocks for took in block])
         columns = [slowest[k :: len(sizes)] for k in range(len(sizes))]
-        medians = [max(_LEAST, sorted(column)[len(column) // 2]) for column in columns]
+        medians = [max(least, sorted(column)[len(column) // 2]) for column in columns]
         return medians, fit(wire, medians)
 
     seconds, (latency, per_byte) = line(lambda k: _block(buffers[k], counts[k], pg))
     product = _Product(device)
     _, (overhead, overhead_per_byte) = line(
-        lambda k: _beside(buffers[k], counts[k], product, 2 * seconds[k], pg)
+        lambda k: _beside(buffers[k], counts[k], product, 2 * seconds[k], pg), _LEAST
     )
     per_byte -= overhead_per_byte
     return Link(

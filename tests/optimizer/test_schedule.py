@@ -12,7 +12,7 @@ from torch_c10d_ext.optimizer._bounds import lower_bound
 from torch_c10d_ext.optimizer._memory import Budget, peak_of
 from torch_c10d_ext.optimizer._plan import _flat, _needed, choose_plan
 from torch_c10d_ext.optimizer._problem import Problem
-from torch_c10d_ext.optimizer._schedule import Policy, Scheduler, longest_paths
+from torch_c10d_ext.optimizer._schedule import Policy, Scheduler, _Run, longest_paths
 from torch_c10d_ext.optimizer._search import Search
 from torch_c10d_ext.optimizer._simulate import simulate
 
@@ -123,6 +123,20 @@ def test_schedules_are_valid_and_within_their_budget(busy: bool) -> None:
 
 
 @pytest.mark.parametrize("busy", [False, True])
+def test_the_schedulers_clock_is_not_behind_the_simulators(busy: bool) -> None:
+    """It may be ahead where calls take time, which the simulator lets a stall hide."""
+    rng = random.Random(8)
+    for k in range(200):
+        p = random_problem(rng, rng.randint(3, 40), lanes=1 + k % 2, busy=busy)
+        keys = {i: p.lane[i] for i in p.collectives if rng.random() < 0.7}
+        run = _Run(_scheduler(p, keys), Policy(bool(k % 3), rng.choice([0.0, 2.0])), None)
+        order = run.go()
+        clock, total = max(run.now, *run.free), simulate(p, order).total
+        assert clock >= total * (1 - 1e-9), k
+        assert busy or clock == pytest.approx(total), k
+
+
+@pytest.mark.parametrize("busy", [False, True])
 def test_plans_never_lose(busy: bool) -> None:
     rng = random.Random(2)
     for _ in range(60):
@@ -134,15 +148,22 @@ def test_plans_never_lose(busy: bool) -> None:
         assert simulate(p, plan.order).total == plan.timing.total
 
 
+def _random_search(
+    rng: random.Random, lanes: int, busy: bool
+) -> tuple[Problem, dict[int, int], list[int], float]:
+    """A problem, what its buckets have in common, its own order, and the bytes it may hold."""
+    p = random_problem(rng, rng.randint(6, 40), lanes, busy=busy)
+    keys = {i: p.lane[i] for i in p.collectives if rng.random() < 0.7}
+    own = list(range(len(p.nodes) - 1))
+    return p, keys, own, peak_of(p, [*own, len(own)]) * rng.choice([1.0, 1.1, 1.5])
+
+
 @pytest.mark.parametrize("busy", [False, True])
 def test_search_keeps_dependencies_buckets_and_the_budget(busy: bool) -> None:
     rng = random.Random(4)
     better = 0
     for k in range(150):
-        p = random_problem(rng, rng.randint(6, 40), lanes=1 + k % 2, busy=busy)
-        keys = {i: p.lane[i] for i in p.collectives if rng.random() < 0.7}
-        own = list(range(len(p.nodes) - 1))
-        limit = peak_of(p, [*own, len(own)]) * rng.choice([1.0, 1.1, 1.5])
+        p, keys, own, limit = _random_search(rng, lanes=1 + k % 2, busy=busy)
         search = Search(p, keys, dict.fromkeys(keys, 1.0), 4.0, limit)
         found: list[list[Any]] = []
         known = simulate(p, own).total
@@ -168,10 +189,7 @@ def test_launches_are_merged_where_that_takes_no_time(busy: bool) -> None:
     rng = random.Random(6)
     fewer = 0
     for k in range(150):
-        p = random_problem(rng, rng.randint(6, 40), lanes=1 + k % 2, busy=busy)
-        keys = {i: p.lane[i] for i in p.collectives if rng.random() < 0.7}
-        own = list(range(len(p.nodes) - 1))
-        limit = peak_of(p, [*own, len(own)]) * rng.choice([1.0, 1.1, 1.5])
+        p, keys, own, limit = _random_search(rng, lanes=1 + k % 2, busy=busy)
         search = Search(p, keys, dict.fromkeys(keys, 1.0), 4.0, limit)
         before = simulate(p, own)
         ceiling = before.total * rng.choice([1.0, 1.1])

@@ -49,7 +49,7 @@ class Search(Moves):
     ) -> None:
         super().__init__(p, keys, sizes, cap)
         self.limit = limit
-        self.busy = any(p.overhead.values())
+        self.calls_take_time = any(p.overhead.values())
         self.writer = _Writer(p)
         self.state = 2463534242
 
@@ -232,8 +232,9 @@ class Search(Moves):
             window = 1 + self._random(min(96, len(steps) - last - 1))
             return self.earlier(steps, last + 1 + self._random(window), first)
         at = first + self._random(last - first + 1)
-        if self.busy and members_of(steps[at])[0] in self.p.collectives and self._random(2):
-            return self.merge(steps, at)  # as launches take of the rank
+        is_launch = members_of(steps[at])[0] in self.p.collectives
+        if self.calls_take_time and is_launch and self._random(2):
+            return self.merge(steps, at)
         if self._random(2):
             return self.later(steps, at, last + 1)
         return self.earlier(steps, at, first)
