@@ -202,8 +202,7 @@ Request Request::all_to_all_elements(std::string_view op, const at::Tensor& sour
           false};
 }
 
-HeldRequest::HeldRequest(const CollectiveRequest& request, std::vector<at::Tensor> own_sources,
-                         std::vector<at::Tensor> own_outs)
+HeldRequest::HeldRequest(const CollectiveRequest& request, Tensors own_sources, Tensors own_outs)
     : op(request.op),
       type(request.type),
       sources(std::move(own_sources)),

@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
+#include <c10/util/SmallVector.h>
 
 #include <cstdint>
 #include <optional>
@@ -118,13 +119,14 @@ struct CollectiveRequest {
 
 // A request that lives as long as its collective.
 struct HeldRequest {
+  using Tensors = c10::SmallVector<at::Tensor, 1>;
+
   // `request` with other tensors, which stand for its own.
-  HeldRequest(const CollectiveRequest& request, std::vector<at::Tensor> sources,
-              std::vector<at::Tensor> outs);
+  HeldRequest(const CollectiveRequest& request, Tensors sources, Tensors outs);
 
   std::string_view op;
   OpType type = OpType::Barrier;
-  std::vector<at::Tensor> sources, outs;
+  Tensors sources, outs;
   std::optional<Reduction> reduction;
   int64_t root = -1;
   std::vector<int64_t> source_sizes, out_sizes;

@@ -71,12 +71,9 @@ void Adapter::post(const Group& group, const CollectiveRequest& request) const {
 }
 
 HeldRequest held(const CollectiveRequest& request) {
-  HeldRequest kept(request, {}, request.outs.vec());
+  HeldRequest kept(request, {}, HeldRequest::Tensors(request.outs.begin(), request.outs.end()));
   if (request.type == OpType::Barrier) {
     return kept;  // its tensors are not sent
-  }
-  for (auto& out : kept.outs) {
-    out = uncounted_alias_of(out);
   }
   TORCH_INTERNAL_ASSERT(request.sources.size() <= request.outs.size(), request.op,
                         ": held() must be given the request of an op, which has an out for each "
@@ -87,9 +84,7 @@ HeldRequest held(const CollectiveRequest& request) {
   for (size_t i = 0; i < request.sources.size(); ++i) {
     const at::Tensor& source = request.sources[i];
     const at::Tensor& out = request.outs[i];
-    if (source.is_same(out)) {
-      kept.sources.push_back(kept.outs[i]);
-    } else if (source.storage().is_alias_of(out.storage())) {
+    if (source.is_same(out) || source.storage().is_alias_of(out.storage())) {
       kept.sources.push_back(source);
     } else if (source.is_cpu()) {
       kept.sources.push_back(snapshot_of(source));

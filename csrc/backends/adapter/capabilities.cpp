@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <map>
 #include <mutex>
 
@@ -76,6 +77,7 @@ constexpr std::array<std::string_view, 14> kMethods{"allreduce",
 static_assert(kMethods.size() == static_cast<size_t>(Method::Recv) + 1);
 
 struct Registered {
+  std::atomic<bool> any{false};
   std::mutex mutex;
   std::map<std::string, Capabilities> rows;
 
@@ -109,8 +111,7 @@ Capabilities capabilities_of(const c10d::Backend& backend) {
     return described->capabilities();
   }
   const std::string backend_name = backend.getBackendName();
-  {
-    auto& registered = Registered::get();
+  if (auto& registered = Registered::get(); registered.any.load()) {
     const std::lock_guard lock(registered.mutex);
     const auto found = registered.rows.find(backend_name);
     if (found != registered.rows.end()) {
@@ -125,6 +126,7 @@ void register_capabilities(const std::string& backend_name, const Capabilities& 
   auto& registered = Registered::get();
   const std::lock_guard lock(registered.mutex);
   registered.rows[backend_name] = capabilities;
+  registered.any.store(true);
 }
 
 Capabilities capabilities_of_group_without_backends(bool is_cpu) {

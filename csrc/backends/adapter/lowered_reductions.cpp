@@ -61,10 +61,11 @@ std::pair<at::Tensor, bool> to_wire(const at::Tensor& source, const at::Tensor& 
   const bool in_place =
       plan.encoding == ReductionPlan::Encoding::Reinterpret && is_dense(out) && !reduction.factor;
   if (in_place) {
+    const at::Tensor memory = uncounted_alias_of(out);
     if (!source.is_same(out)) {
-      copy_values(out, source);
+      copy_values(memory, source);
     }
-    return {encode(alias_of(out), plan, /*may_alias=*/true), true};
+    return {encode(memory, plan, /*may_alias=*/true), true};
   }
   if (reduction.factor) {
     return {scaled(source, reduction, plan), false};
@@ -221,7 +222,7 @@ Started reduce_scatter(const Adapter& adapter, const at::Tensor& input, const at
   const bool direct = plan.encoding == ReductionPlan::Encoding::Reinterpret && is_dense(out) &&
                       out.is_complex() == source.is_complex() && !reduction.factor && !divide;
   in = in.view({-1});
-  at::Tensor wire = direct ? encode(out, plan, /*may_alias=*/true).view({-1})
+  at::Tensor wire = direct ? encode(uncounted_alias_of(out), plan, /*may_alias=*/true).view({-1})
                            : at::empty({in.numel() / ranks}, in.options());
   auto options = adapter.options<c10d::ReduceScatterOptions>();
   options.reduceOp = wire_op_of(divide ? ReduceOp::Sum : plan.wire_op);

@@ -241,7 +241,7 @@ Started broadcast(const Adapter& adapter, const at::Tensor& source, const at::Te
   const bool is_read_only = sends && source.is_same(out);
   auto [buffer, finish] = is_read_only ? std::pair(dense(source), Finish()) : landing(out);
   if (sends && !is_read_only) {
-    copy_values(buffer, source);
+    copy_values(uncounted_alias_of(buffer), source);
   }
   auto options = adapter.options<c10d::BroadcastOptions>();
   options.rootRank = src;

@@ -35,7 +35,8 @@ constexpr std::chrono::milliseconds kCloseGrace{5000};
 // The request with aliases of what it writes and of `sources`, that nobody else can release. One
 // tensor stays one.
 HeldRequest aliased(const CollectiveRequest& request, at::TensorList sources) {
-  HeldRequest kept(request, {}, aliases_of(request.outs));
+  const auto outs = aliases_of(request.outs);
+  HeldRequest kept(request, {}, HeldRequest::Tensors(outs.begin(), outs.end()));
   for (size_t i = 0; i < sources.size(); ++i) {
     const bool is_out = i < request.outs.size() && request.sources[i].is_same(request.outs[i]);
     kept.sources.push_back(is_out ? kept.outs[i] : alias_of(sources[i]));

@@ -28,7 +28,9 @@ Part::Part(BackendPtr backend, std::string group_name)
       can_(backend_ ? capabilities_of(*backend_) : Capabilities()) {}
 
 Step Part::start(const CollectiveRequest& request) const {
-  const HeldRequest held(request, request.sources.vec(), request.outs.vec());
+  using Tensors = HeldRequest::Tensors;
+  const HeldRequest held(request, Tensors(request.sources.begin(), request.sources.end()),
+                         Tensors(request.outs.begin(), request.outs.end()));
   const Group place({}, group_name_, backend_->getRank(), backend_->getSize());
   return Step(lowering::start(Adapter(request.op, place, backend_, can_, std::nullopt), held));
 }

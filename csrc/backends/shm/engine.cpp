@@ -58,6 +58,47 @@ bool is_urgent(const Operation& op) {
   return bytes >= kUrgentBytes;
 }
 
+using Ended = std::vector<Scheduler::Ended>;
+
+// A list with the memory of the one that this thread had before: a small operation would spend more
+// time on allocating it than on its data.
+class EndedHere {
+ public:
+  EndedHere() {
+    if (!is_thread_over) {
+      list_.swap(spare());
+    }
+  }
+  ~EndedHere() {
+    list_.clear();
+    if (!is_thread_over) {
+      list_.swap(spare());
+    }
+  }
+  EndedHere(const EndedHere&) = delete;
+  EndedHere& operator=(const EndedHere&) = delete;
+
+  Ended& list() {
+    return list_;
+  }
+
+ private:
+  struct Spare {
+    Ended list;
+    ~Spare() {
+      is_thread_over = true;
+    }
+  };
+  static Ended& spare() {
+    static thread_local Spare instance;
+    return instance.list;
+  }
+  // Groups may be closed by what is destroyed after a thread's own variables.
+  static inline thread_local bool is_thread_over = false;
+
+  Ended list_;
+};
+
 }  // namespace
 
 size_t bytes_of(const Buffer& buffer) {
@@ -141,8 +182,6 @@ class Engine::Impl final : public Driven {
   }
 
  private:
-  using Ended = std::vector<Scheduler::Ended>;
-
   bool forked() const {
     return fork_generation() != generation_;
   }
@@ -188,7 +227,7 @@ void Engine::Impl::submit(const std::shared_ptr<Operation>& operation) {
     return;
   }
   placement_.publish_cpu();
-  Ended ended;
+  EndedHere ended;
   {
     std::unique_lock lock(mutex_);
     if (const auto why = scheduler_.number(op)) {
@@ -201,9 +240,9 @@ void Engine::Impl::submit(const std::shared_ptr<Operation>& operation) {
     urgent_.fetch_add(op.urgent_);
     scheduler_.add(operation);
     // At once, so that the peers see the announcement.
-    scheduler_.advance(ended);
+    scheduler_.advance(ended.list());
   }
-  finish(ended);
+  finish(ended.list());
   // Large asynchronous operations are left to the thread that waits, or to the progress thread.
   const bool leave = op.request.async && is_urgent();
   if (!op.done() && !leave && settings_.inline_time.count() != 0) {
@@ -323,14 +362,14 @@ template <class Satisfied, class GoOn>
 bool Engine::Impl::drive(const Satisfied& satisfied, const GoOn& go_on,
                          Clock::time_point deadline) {
   Control& self = memory_.control(place_.rank);
-  Ended ended;
+  EndedHere ended;
   auto idle_since = Clock::now();
   bool slept = false;
   for (int rounds = 0;; ++rounds) {
     if (satisfied()) {
       return true;
     }
-    if (advance(ended, /*thorough=*/false)) {
+    if (advance(ended.list(), /*thorough=*/false)) {
       idle_since = Clock::now();
       slept = false;
       if (!go_on(idle_since)) {
@@ -361,7 +400,7 @@ bool Engine::Impl::drive(const Satisfied& satisfied, const GoOn& go_on,
     // From here on a rank that publishes rings; advance() sees what was published before.
     self.sleepers.fetch_add(1, std::memory_order_seq_cst);
     const uint32_t seen = self.bell.load(std::memory_order_seq_cst);
-    if (!advance(ended, /*thorough=*/true) && !satisfied()) {
+    if (!advance(ended.list(), /*thorough=*/true) && !satisfied()) {
       if (std::exchange(slept, true)) {
         futex_sleep(self.bell, seen, settings_.pulses,
                     std::min<Clock::duration>(kLongestSleep, deadline - now));
