@@ -49,6 +49,20 @@ void scatter_rows(const at::Tensor& to, const at::Tensor& from, const Sizes& ord
   }
 }
 
+// Into how many parts a tensor of so many bytes is cut.
+int64_t parts_of(size_t bytes) {
+  return std::clamp<int64_t>(static_cast<int64_t>(bytes) / kPart, int64_t{1}, kParts);
+}
+
+// Calls `piece(offset, count)` for each of `pieces` parts of `count` elements; the last is smaller.
+template <class Piece>
+void each_piece(int64_t count, int64_t pieces, Piece&& piece) {
+  const int64_t each = std::max<int64_t>((count + pieces - 1) / pieces, 1);
+  for (int64_t offset = 0; offset < count; offset += each) {
+    piece(offset, std::min(each, count - offset));
+  }
+}
+
 Reduction reduction_of(const InnerCollective& what) {
   return {what.reduce_op, std::nullopt};
 }
@@ -58,8 +72,7 @@ Reduction reduction_of(const InnerCollective& what) {
 void all_reduce_over_rails(const Parts& parts, const at::Tensor& t, const Reduction& reduction) {
   constexpr string_view op = "all_reduce";
   const int64_t here = parts.hosts.count_here();
-  const int64_t pieces =
-      std::clamp<int64_t>(static_cast<int64_t>(t.nbytes()) / kPart, int64_t{1}, kParts);
+  const int64_t pieces = parts_of(t.nbytes());
   const int64_t share = t.numel() / (pieces * here);
   struct Pipe {
     at::Tensor whole, share;
@@ -162,23 +175,45 @@ void broadcast(const Parts& parts, const InnerCollective& what) {
   }
 }
 
+// The ranks of this place, then those of all places: rows by place and host. Parts of each row are
+// in different steps at once.
+void all_gather_over_rails(const Parts& parts, const at::Tensor& in, const at::Tensor& out) {
+  constexpr string_view op = "all_gather";
+  struct Pipe {
+    at::Tensor rows, column, all;
+    Step between, inside;
+  };
+  std::vector<Pipe> pipes;
+  each_piece(in.numel(), parts_of(out.nbytes()), [&](int64_t offset, int64_t count) {
+    Pipe& pipe = pipes.emplace_back();
+    pipe.rows = rows_of(out, parts.size).narrow(1, offset, count);
+    pipe.column = at::empty({parts.hosts.count(), count}, in.options());
+    pipe.between = parts.rail.start(
+        CollectiveRequest::all_gather(op, in.narrow(0, offset, count), pipe.column));
+  });
+  for (auto& pipe : pipes) {
+    pipe.between.wait();
+    if (parts.local.is_there()) {
+      pipe.all = at::empty(pipe.rows.sizes(), in.options());
+      pipe.inside = parts.local.start(CollectiveRequest::all_gather(op, pipe.column, pipe.all));
+    }
+  }
+  for (auto& pipe : pipes) {
+    pipe.inside.wait();
+    scatter_rows(pipe.rows, parts.local.is_there() ? pipe.all : pipe.column,
+                 parts.hosts.order_by_place());
+  }
+}
+
 void all_gather(const Parts& parts, const InnerCollective& what) {
   constexpr string_view op = "all_gather";
   const at::Tensor in = flat(what.source);
   const at::Tensor& out = what.out;
-  const int64_t hosts = parts.hosts.count();
-  const at::Tensor all = at::empty({parts.size, in.numel()}, in.options());
   if (parts.hosts.is_even()) {
-    // The ranks of this place, then those of all places: rows by place and host.
-    const at::Tensor column = at::empty({hosts, in.numel()}, in.options());
-    parts.rail.start(CollectiveRequest::all_gather(op, in, column)).wait();
-    if (parts.local.is_there()) {
-      parts.local.start(CollectiveRequest::all_gather(op, column, all)).wait();
-    }
-    scatter_rows(rows_of(out, parts.size), parts.local.is_there() ? all : column,
-                 parts.hosts.order_by_place());
+    all_gather_over_rails(parts, in, out);
     return;
   }
+  const at::Tensor all = at::empty({parts.size, in.numel()}, in.options());
   const at::Tensor own = at::empty({parts.hosts.count_here(), in.numel()}, in.options());
   if (parts.local.is_there()) {
     parts.local.start(CollectiveRequest::gather(op, in, own, 0)).wait();
@@ -195,24 +230,48 @@ void all_gather(const Parts& parts, const InnerCollective& what) {
   scatter_rows(rows_of(out, parts.size), all, parts.hosts.order_by_host());
 }
 
+// What is for the ranks of this place, then what is for this rank. Parts of each row are in
+// different steps at once.
+void reduce_scatter_over_rails(const Parts& parts, const at::Tensor& in, const at::Tensor& out,
+                               const Reduction& reduction) {
+  constexpr string_view op = "reduce_scatter";
+  struct Pipe {
+    at::Tensor sorted, column, out;
+    Step inside, between;
+  };
+  std::vector<Pipe> pipes;
+  each_piece(out.numel(), parts_of(in.nbytes()), [&](int64_t offset, int64_t count) {
+    Pipe& pipe = pipes.emplace_back();
+    pipe.out = out.narrow(0, offset, count);
+    pipe.column = pipe.sorted = at::empty({parts.size, count}, in.options());
+    gather_rows(pipe.sorted, rows_of(in, parts.size).narrow(1, offset, count),
+                parts.hosts.order_by_place());
+    if (parts.local.is_there()) {
+      pipe.column = at::empty({parts.hosts.count(), count}, in.options());
+      pipe.inside = parts.local.start(
+          CollectiveRequest::reduce_scatter(op, pipe.sorted, pipe.column, reduction));
+    }
+  });
+  for (auto& pipe : pipes) {
+    pipe.inside.wait();
+    pipe.between =
+        parts.rail.start(CollectiveRequest::reduce_scatter(op, pipe.column, pipe.out, reduction));
+  }
+  for (auto& pipe : pipes) {
+    pipe.between.wait();
+  }
+}
+
 void reduce_scatter(const Parts& parts, const InnerCollective& what) {
   constexpr string_view op = "reduce_scatter";
   const at::Tensor& in = what.source;
   const at::Tensor out = flat(what.out);
   const Reduction reduction = reduction_of(what);
-  const int64_t hosts = parts.hosts.count();
-  const at::Tensor sorted = at::empty({parts.size, out.numel()}, in.options());
   if (parts.hosts.is_even()) {
-    // What is for the ranks of this place, then what is for this rank.
-    gather_rows(sorted, rows_of(in, parts.size), parts.hosts.order_by_place());
-    at::Tensor column = sorted;
-    if (parts.local.is_there()) {
-      column = at::empty({hosts, out.numel()}, in.options());
-      parts.local.start(CollectiveRequest::reduce_scatter(op, sorted, column, reduction)).wait();
-    }
-    parts.rail.start(CollectiveRequest::reduce_scatter(op, column, out, reduction)).wait();
+    reduce_scatter_over_rails(parts, in, out, reduction);
     return;
   }
+  const at::Tensor sorted = at::empty({parts.size, out.numel()}, in.options());
   gather_rows(sorted, rows_of(in, parts.size), parts.hosts.order_by_host());
   if (parts.local.is_there()) {
     parts.local.start(CollectiveRequest::reduce(op, sorted, sorted, reduction, 0)).wait();
