@@ -821,8 +821,8 @@ def _links_of_hosts() -> None:
     assert call.seconds == pytest.approx(min(HOSTS.times("all_reduce", 8, 4 << 20).values()))
     flat = dataclasses.replace(HOSTS, algorithm="flat")
     (call,) = _report(step, x, link=flat).calls
-    # A ring of 8: 14 hops, and 2 * 7/8 of 4 MiB over a host's link.
-    assert call.seconds == pytest.approx(10e-6 + 14e-6 + 1.75 * (4 << 20) / 1e9)
+    # The agreement, and a ring of 8: 14 hops, and 2 * 7/8 of 4 MiB over a host's link.
+    assert call.seconds == pytest.approx(20e-6 + 10e-6 + 14e-6 + 1.75 * (4 << 20) / 1e9)
 
 
 def test_links_of_hosts(big_world: Call) -> None:
@@ -839,6 +839,13 @@ def test_times_of_algorithms_between_hosts() -> None:
     # Small: as many steps as hosts need, and not as ranks do.
     small = HOSTS.times("all_reduce", 8, 8)
     assert small["whole"] < small["rails"] + 1e-6 and small["whole"] < small["flat"]
+    # Smaller still: no steps behind the agreement, a round trip with 64 bytes to 4 ranks elsewhere.
+    assert min(small, key=small.__getitem__) == "piggyback"
+    assert small["piggyback"] == pytest.approx(2 * 10e-6 + 4 * 64 / 1e9)
+    assert "piggyback" in HOSTS.times("all_reduce", 8, 512)
+    assert "piggyback" not in HOSTS.times("all_reduce", 8, 513)
+    # Of an all_gather the larger buffer has what all ranks give.
+    assert "piggyback" in HOSTS.times("all_gather_into_tensor", 8, 4096)
     # An exchange sends each byte once, whoever does it: half of it stays here.
     exchange = HOSTS.times("all_to_all_single", 8, large)
     assert exchange["flat"] == pytest.approx(4 * large / 2 / 1e9, rel=0.01)

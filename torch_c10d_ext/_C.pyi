@@ -188,6 +188,7 @@ class CheckedBackend(SplittableBackend):
         name: str,
         connect: Callable[..., dist.Backend] | None = None,
         counted_as: str = "",
+        piggyback: int = 4096,
     ) -> None: ...
     @property
     def inner(self) -> dist.Backend: ...

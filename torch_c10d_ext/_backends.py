@@ -27,6 +27,8 @@ _PREFIX = "TORCH_C10D_EXT_SHM_"
 _DEFAULT_ARENA = (2 << 20) - (4 << 10)
 _MAX_ARENA = 1 << 30
 _MAX_US = 10**9
+_DEFAULT_PIGGYBACK = 4096
+_MAX_PIGGYBACK = 65536  # what the agreement takes
 # How long the end of the process waits for collectives that nobody waited for.
 _GRACE = dt.timedelta(seconds=1)
 # What threads that waited for one have to hear that its group is closed, in seconds.
@@ -62,6 +64,7 @@ def shm_settings(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
         return dt.timedelta(microseconds=_number(name, text(name), default, at_most=_MAX_US))
 
     _flag("DISABLE", text("DISABLE"), False)  # the rendezvous reads it
+    piggyback_bytes(environment)  # before anybody waits
     return {
         "arena": _number(
             "ARENA", text("ARENA"), _DEFAULT_ARENA, _C.SHM_MIN_ARENA, at_most=_MAX_ARENA
@@ -73,6 +76,12 @@ def shm_settings(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
         # Parsed by connect_shm(), which raises a ValueError as well.
         "algorithms": text("ALGORITHMS"),
     }
+
+
+def piggyback_bytes(environment: Mapping[str, str] = os.environ) -> int:
+    """Up to so many bytes of all ranks together travel with the calls that ranks agree on."""
+    text = environment.get(f"{_PREFIX}PIGGYBACK", "")
+    return _number("PIGGYBACK", text, _DEFAULT_PIGGYBACK, at_most=_MAX_PIGGYBACK)
 
 
 def _number(name: str, text: str, default: int, at_least: int = 0, *, at_most: int) -> int:
@@ -143,6 +152,7 @@ def _connect(meeting: Meeting) -> Any:
         SHM,
         connect=lambda *part: _connect(Meeting(*part)),
         counted_as=inner.title if isinstance(inner, _C.HierarchicalBackend) else engine,
+        piggyback=piggyback_bytes(),
     )
 
 

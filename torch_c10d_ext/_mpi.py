@@ -257,6 +257,7 @@ def _connect(meeting: Meeting) -> Any:
         NAME,
         connect=lambda *part: _connect(Meeting(*part)),
         counted_as=NAME,
+        piggyback=_backends.piggyback_bytes(),
     )
 
 

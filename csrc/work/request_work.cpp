@@ -42,12 +42,21 @@ SignalledWork::SignalledWork(int rank, c10d::OpType type, std::string_view op,
   }
 }
 
-void SignalledWork::end(std::exception_ptr error) {
-  if (own_.claim()) {
-    if (span_) {
-      span_->end();
-    }
-    own_.settle(std::move(error), op_);
+void SignalledWork::end(std::exception_ptr error, const Elsewhere& elsewhere) {
+  if (!own_.claim()) {
+    return;
+  }
+  if (span_) {
+    span_->end();
+  }
+  if (!own_.end(std::move(error))) {
+    return;
+  }
+  const auto nothing = [] { return c10::IValue(); };
+  if (elsewhere) {
+    own_.tell(op_, nothing, elsewhere);
+  } else {
+    own_.tell(op_, nothing);
   }
 }
 

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -82,8 +83,10 @@ class SignalledWork : public RequestWork {
   SignalledWork(int rank, c10d::OpType type, std::string_view op,
                 std::unique_ptr<ProfilerSpan> span = nullptr);
 
-  // The first end is the one that counts.
-  void end(std::exception_ptr error);
+  // The first end is the one that counts. `elsewhere` has callbacks run where they may wait; none:
+  // they run here.
+  using Elsewhere = std::function<void(std::function<void()> callbacks)>;
+  void end(std::exception_ptr error, const Elsewhere& elsewhere = nullptr);
 
   void number(uint64_t number) {
     own_.set_number(static_cast<int64_t>(number));

@@ -116,6 +116,11 @@ class WorkState {
   }
   template <class Value>
   void tell(std::string_view op, const Value& value) {
+    tell(op, value, [](const auto& callbacks) { callbacks(); });
+  }
+  // `elsewhere(callbacks)` has them run, on another thread even, for which this is kept.
+  template <class Value, class Elsewhere>
+  void tell(std::string_view op, const Value& value, const Elsewhere& elsewhere) {
     Listener listener;
     Future future;
     {
@@ -125,11 +130,15 @@ class WorkState {
       is_told_ = true;
     }
     settled_.notify_all();
-    if (listener) {
-      listener(error_);
-    }
-    if (future) {
-      complete(future, op, value);
+    if (listener || future) {
+      elsewhere([this, op, value, listener = std::move(listener), future = std::move(future)] {
+        if (listener) {
+          listener(error_);
+        }
+        if (future) {
+          complete(future, op, value);
+        }
+      });
     }
   }
 

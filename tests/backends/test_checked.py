@@ -41,10 +41,11 @@ sizes = pytest.mark.parametrize("size", SIZES)
 
 
 @contextlib.contextmanager
-def fallen_back(odd: int = 1, **kwargs: Any) -> Iterator[Any]:
+def fallen_back(odd: int = 1, piggyback: int = 4096, **kwargs: Any) -> Iterator[Any]:
     """A group in which rank `odd` cannot share memory, as the default group."""
     world = dist.group.WORLD
     rank = dist.get_rank()
+    os.environ["TORCH_C10D_EXT_SHM_PIGGYBACK"] = str(piggyback)
     if rank == min(odd, dist.get_world_size() - 1):
         os.environ["TORCH_C10D_EXT_SHM_DISABLE"] = "1"
     group = dist.new_group(backend="shm", **kwargs)
@@ -54,13 +55,22 @@ def fallen_back(odd: int = 1, **kwargs: Any) -> Iterator[Any]:
     finally:
         c10d._update_default_pg(world)
         os.environ.pop("TORCH_C10D_EXT_SHM_DISABLE", None)
+        del os.environ["TORCH_C10D_EXT_SHM_PIGGYBACK"]
         dist.destroy_process_group(group)
 
 
 def _conforms(*fns: str) -> Any:
-    """Functions of test_shm.py by name, and that they leave nothing in the table of works."""
+    """Functions of test_shm.py by name, and that they leave nothing in the table of works.
+
+    Once with little data that travels with the calls, and once with all of it by gloo.
+    """
+    _conforms_with(4096, *fns)
+    return _conforms_with(0, *fns)
+
+
+def _conforms_with(piggyback: int, *fns: str) -> Any:
     report = None
-    with fallen_back() as group:
+    with fallen_back(piggyback=piggyback) as group:
         backend = group._get_backend(CPU)
         assert type(backend) is _C.CheckedBackend and backend.name() == "shm"
         for name in fns:

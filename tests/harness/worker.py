@@ -76,6 +76,8 @@ def main(
             os.environ["TORCH_C10D_EXT_SHM_DISABLE"] = "1"
         if backend.startswith(HOSTS):
             os.environ["TORCH_C10D_EXT_SHM_HOST"] = backend.removeprefix(HOSTS)[rank]
+            # Tests are small, and are to try what goes between hosts.
+            os.environ["TORCH_C10D_EXT_SHM_PIGGYBACK"] = "0"
         store = dist.FileStore(os.path.join(scratch, "rendezvous"), world_size)
         dist.init_process_group(
             "shm" if backend == FALLBACK or backend.startswith(HOSTS) else backend,

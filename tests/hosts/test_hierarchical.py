@@ -175,7 +175,8 @@ def test_large_tensors_travel_in_parts(hosts: str) -> None:
 
 
 @contextlib.contextmanager
-def _another_default(odd: int = 1, **kwargs: Any) -> Iterator[Any]:
+def _another_default(odd: int = 1, piggyback: int = 4096, **kwargs: Any) -> Iterator[Any]:
+    os.environ["TORCH_C10D_EXT_SHM_PIGGYBACK"] = str(piggyback)
     world, group = dist.group.WORLD, dist.new_group(backend="shm", **kwargs)
     _is_hierarchical(group)
     c10d._update_default_pg(group)
@@ -312,5 +313,5 @@ def test_the_report_counts_the_whole_and_what_goes_between(engine: str, tmp_path
     whole, between = rows[f"shm+{engine}"], rows[engine]
     assert whole.calls > 30 and whole.bytes > 0 and whole.busy > 0
     assert whole.waited is not None and whole.waited > 0
-    # An all_reduce of gradients is one between hosts at least.
-    assert between.calls > 30 and 0 < between.bytes < whole.bytes
+    # An all_reduce of gradients is one between hosts at least; losses travel with their calls.
+    assert 20 < between.calls < whole.calls and 0 < between.bytes < whole.bytes

@@ -191,9 +191,10 @@ def test_the_benchmarks_bound_is_that_of_the_model() -> None:
         ):
             times = topology.times(op, hosts * here, 1 << 24)
             bound = bench.bound(collective, 1 << 24, hosts, here, 1e8, 1e-4)
-            assert times["rails"] == pytest.approx(bound)
+            # Behind the agreement, a round trip.
+            assert times["rails"] - 2e-4 == pytest.approx(bound)
         rails = topology.times("all_reduce", hosts * here, 1 << 24)["rails"]
-        assert rails - 1e-4 == pytest.approx(
+        assert rails - 3e-4 == pytest.approx(
             bench.bound("all_reduce", 1 << 24, hosts, here, 1e8, 1e-4)
         )
 

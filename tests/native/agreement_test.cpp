@@ -76,6 +76,18 @@ class Call {
     };
     return operation;
   }
+  // With data of this rank, which travels with the call.
+  Agreement::Operation operation(Fingerprint called, std::string data) {
+    Agreement::Operation operation = this->operation(std::move(called), kLong);
+    operation.data = std::move(data);
+    operation.receive = [state = state_](uint64_t seq, const std::vector<std::string>& received) {
+      std::lock_guard lock(state->mutex);
+      state->begun = seq;
+      state->received = received;
+      state->changed.notify_all();
+    };
+    return operation;
+  }
 
   // The number under which it began.
   uint64_t begun() {
@@ -101,12 +113,18 @@ class Call {
     std::lock_guard lock(state_->mutex);
     return state_->failure.has_value();
   }
+  // The data of all ranks, where it came with the calls.
+  std::vector<std::string> received() {
+    std::lock_guard lock(state_->mutex);
+    return state_->received;
+  }
 
  private:
   struct State {
     std::mutex mutex;
     std::condition_variable changed;
     uint64_t begun = 0;
+    std::vector<std::string> received;
     std::optional<Failure> failure;
   };
   const std::shared_ptr<State> state_ = std::make_shared<State>();
@@ -179,6 +197,49 @@ void begins_what_all_have_called() {
   for (auto& thread : threads) {
     thread.join();
   }
+}
+
+void little_data_travels_with_the_calls() {
+  Ranks ranks(3);
+  const auto data_of = [](int rank) { return std::string("\0of rank ", 9) + std::to_string(rank); };
+  // What each rank received where those of `giving` gave their data.
+  const auto call = [&](const std::vector<int>& giving, const Fingerprint& last) {
+    std::vector<Call> calls(3);
+    std::vector<uint64_t> numbers;
+    for (int rank = 0; rank < 3; ++rank) {
+      auto& own = calls[static_cast<size_t>(rank)];
+      const bool gives = std::find(giving.begin(), giving.end(), rank) != giving.end();
+      const auto called = rank == 2 ? last : summed(6);
+      numbers.push_back(ranks[rank].call(gives ? own.operation(called, data_of(rank))
+                                               : own.operation(called, kLong)));
+      CHECK(ranks[rank].has_collectives() || rank == 2);
+    }
+    return std::pair(calls, numbers);
+  };
+  auto [all, first] = call({0, 1, 2}, summed(6));
+  for (int rank = 0; rank < 3; ++rank) {
+    CHECK(all[static_cast<size_t>(rank)].begun() == 1);
+    CHECK((all[static_cast<size_t>(rank)].received() ==
+           std::vector<std::string>{data_of(0), data_of(1), data_of(2)}));
+    ranks[rank].done(1);
+    CHECK(!ranks[rank].has_collectives());
+  }
+  // One that gives none: nobody receives, everybody begins.
+  auto [some, second] = call({0, 2}, summed(6));
+  for (int rank = 0; rank < 3; ++rank) {
+    CHECK(some[static_cast<size_t>(rank)].begun() == 2);
+    CHECK(some[static_cast<size_t>(rank)].received().empty());
+    ranks[rank].done(2);
+  }
+  // Ranks that disagree receive nothing.
+  auto [none, third] = call({0, 1, 2}, summed(7));
+  for (auto& each : none) {
+    CHECK(each.failure().kind == Kind::Mismatch && !each.has_begun() && each.received().empty());
+  }
+  // More than may travel ends the line to the rank that sends it.
+  Call much;
+  ranks[1].call(much.operation(summed(6), std::string(65536, 'x')));
+  CHECK(much.failure().kind == Kind::RankLost);
 }
 
 // One end of a message and what became of it.
@@ -837,6 +898,7 @@ const std::vector<Test> kTests = {
     TEST(the_end_of_a_group_is_that_of_its_messages),
     TEST(nothing_begins_before_all_have_called),
     TEST(ranks_that_send_different_numbers_of_tensors_end_the_group),
+    TEST(little_data_travels_with_the_calls),
     TEST(ranks_that_disagree_all_hear_of_it),
     TEST(uneven_parts_fit_where_their_sizes_do),
     TEST(who_does_not_come_is_named),

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from torch_c10d_ext._op_info import Pattern, traffic_of
 from torch_c10d_ext.report._costs import Link
 
-# The parts of a large all_reduce that are in different steps at once, as the backend has them.
+# The parts of a large collective that are in different steps at once, as the backend has them.
 _PART, _PARTS = 1 << 20, 8
+# The bytes of all ranks together that travel with the calls, as it is by default.
+_PIGGYBACK = 4096
 
 
 @dataclass(frozen=True)
@@ -21,15 +23,17 @@ class Topology:
 
     ``"flat"`` is a ring over all ranks, of which each host's link carries one rank's part.
     ``"rails"`` reduces and gathers inside each host, and has one group for each place in a host
-    between them, in up to 8 parts at once for an all_reduce. ``"leaders"`` has one rank of each
-    host between them. ``"whole"`` is an all_reduce inside and then one of everything on every rail:
-    the fewest steps, for small messages.
+    between them, in up to 8 parts at once. ``"leaders"`` has one rank of each host between them.
+    ``"whole"`` is an all_reduce inside and then one of everything on every rail. Before each of
+    these the ranks agree at rank 0, a round trip. ``"piggyback"`` is that round trip alone, with
+    which up to 4 KiB of all ranks travel to all of them.
 
     Args:
         ranks_per_host: as many on every host; the last one may have fewer.
         inside: the cost inside a host; ``bandwidth`` is one rank's.
         between: the cost between hosts; ``bandwidth`` is one host's, in each direction.
-        algorithm: ``"flat"``, ``"rails"``, ``"leaders"`` or ``"whole"``; none: the fastest.
+        algorithm: ``"flat"``, ``"rails"``, ``"leaders"``, ``"whole"`` or ``"piggyback"``; none: the
+            fastest.
         shared: as :attr:`Link.shared`.
     """
 
@@ -44,10 +48,10 @@ class Topology:
             raise ValueError(
                 f"Topology: ranks_per_host must be 1 or more, got {self.ranks_per_host}"
             )
-        if self.algorithm not in (None, "flat", "rails", "leaders", "whole"):
+        if self.algorithm not in (None, "flat", "rails", "leaders", "whole", "piggyback"):
             raise ValueError(
-                "Topology: algorithm must be 'flat', 'rails', 'leaders' or 'whole', got "
-                f"{self.algorithm!r}"
+                "Topology: algorithm must be 'flat', 'rails', 'leaders', 'whole' or 'piggyback', "
+                f"got {self.algorithm!r}"
             )
 
     def hosts(self, ranks: int) -> int:
@@ -84,20 +88,28 @@ class Topology:
             flat = across
         else:
             flat = traffic.wire_of_larger(ranks, size)
-        times = {"flat": far.seconds(op, ranks, flat)}
+        agreement = 2 * far.latency
+        times = {"flat": agreement + far.seconds(op, ranks, flat)}
+        data = ranks * traffic.pattern.buffers(ranks, size)[0]
+        if traffic.pattern is not Pattern.MESSAGE and data <= _PIGGYBACK:
+            # Rank 0 sends it to each rank on another host.
+            times["piggyback"] = agreement + (ranks - here) * data / far.bandwidth
         if here == 1 or traffic.pattern is Pattern.MESSAGE:
             return times
         between = far.seconds(op, hosts, across)
         inside = near.seconds(op, here, traffic.wire_of_larger(here, size))
+        parts = min(max(int(size) // _PART, 1), _PARTS)
+        in_parts = max(between, inside) + min(between, inside) / parts
         if traffic.pattern is Pattern.ALL_REDUCE:
-            parts = min(max(int(size) // _PART, 1), _PARTS)
-            times["rails"] = max(between, inside) + min(between, inside) / parts
-            times["leaders"] = between + 2 * near.seconds("broadcast", here, size)
-            times["whole"] = inside + far.seconds(op, hosts, across * here)
+            times["rails"] = agreement + in_parts
+            times["leaders"] = agreement + between + 2 * near.seconds("broadcast", here, size)
+            times["whole"] = agreement + inside + far.seconds(op, hosts, across * here)
         elif traffic.pattern is Pattern.ALL_TO_ALL:
-            times["rails"] = max(between, inside)
+            times["rails"] = agreement + max(between, inside)
+        elif traffic.pattern in (Pattern.ALL_GATHER, Pattern.REDUCE_SCATTER):
+            times["rails"] = agreement + in_parts
         else:
-            times["rails"] = between + inside
+            times["rails"] = agreement + between + inside
         return times
 
     def seconds(self, op: str, ranks: int, wire_bytes: float) -> float:

@@ -117,9 +117,11 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl>, private Star:
 
   uint64_t call(Operation operation) {
     Payload words = encoded(operation.called);
-    return enter(kCalling, std::move(words),
-                 {std::move(operation.op), std::nullopt, operation.timeout,
-                  std::move(operation.begin), std::move(operation.fail)});
+    put_data(words, operation.data);
+    OpenCall call{std::move(operation.op), std::nullopt, operation.timeout,
+                  std::move(operation.begin), std::move(operation.fail)};
+    call.receive = std::move(operation.receive);
+    return enter(kCalling, std::move(words), std::move(call));
   }
 
   uint64_t post(Message message) {
@@ -138,6 +140,9 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl>, private Star:
 
   uint64_t count() const {
     return calls_.count();
+  }
+  bool has_collectives() const {
+    return calls_.has_collectives();
   }
 
   void done(uint64_t seq) {
@@ -381,6 +386,10 @@ uint64_t Agreement::call(Operation operation) {
 
 uint64_t Agreement::count() const {
   return impl_->count();
+}
+
+bool Agreement::has_collectives() const {
+  return impl_->has_collectives();
 }
 
 uint64_t Agreement::post(Message message) {

@@ -34,6 +34,10 @@ class Agreement {
     std::function<void(uint64_t seq)> begin;
     // Instead of `begin`, or after it where it was not done() by then.
     std::function<void(const Failure&)> fail;
+    // What this rank contributes, where it is little: it travels with the call.
+    std::optional<std::string> data = std::nullopt;
+    // Instead of `begin`, where all ranks gave their data: it is here, in the order of ranks.
+    std::function<void(uint64_t seq, const std::vector<std::string>& data)> receive = nullptr;
   };
 
   // One end of a message. Both functions are called as those of an operation, and may not throw.
@@ -70,6 +74,8 @@ class Agreement {
   uint64_t call(Operation operation);
   // How many have been called.
   uint64_t count() const;
+  // Whether some have been called that are not done.
+  bool has_collectives() const;
   // Its number among this rank's messages; the first is 1. What became of it after its begin() is
   // nobody's business here.
   uint64_t post(Message message);

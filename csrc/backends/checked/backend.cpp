@@ -14,6 +14,7 @@
 #include "backends/adapter/capabilities.h"
 #include "backends/adapter/lowering.h"
 #include "backends/adapter/messages.h"
+#include "backends/checked/protocol.h"
 #include "base/call_site.h"
 #include "base/gil.h"
 #include "base/memory.h"
@@ -61,6 +62,11 @@ bool is_quick(const HeldRequest& request) {
   return bytes <= kQuick;
 }
 
+// No data, but the ranks meet.
+AgreedCall meeting(string_view op, std::chrono::milliseconds timeout, Fingerprint called) {
+  return {op, std::move(called), timeout, [] { return Started(); }, /*quick=*/true};
+}
+
 // What requests are lowered to.
 Capabilities capabilities_inside(const c10d::Backend& inner) {
   Capabilities can = capabilities_of(inner);
@@ -102,14 +108,17 @@ c10::intrusive_ptr<c10d::Backend::Options> inner_options(c10d::Backend& inner,
 
 CheckedBackend::CheckedBackend(c10::intrusive_ptr<c10d::Backend> inner,
                                c10::intrusive_ptr<c10d::Store> store, const Options& options,
-                               GlobalRanks global_ranks, int strict, Connect connect,
-                               const std::string& counted_as)
+                               GlobalRanks global_ranks, int strict, size_t piggyback,
+                               Connect connect, const std::string& counted_as)
     : RequestBackend(inner->getRank(), inner->getSize(), options, std::move(store),
                      std::move(global_ranks), group_),
       strict_(strict),
       connect_(std::move(connect)),
       inner_(std::move(inner)),
       inner_can_(capabilities_inside(*inner_)),
+      little_can_(capabilities_for_little(inner_can_)),
+      piggyback_(inner_can_.methods.has(Method::AllToAllSingle) ? std::min(piggyback, kMostData)
+                                                                : 0),
       can_(capabilities_outside(inner_can_)),
       inner_info_{counted_as.empty() ? inner_->getBackendName() : counted_as,
                   inner_can_.futures == Capabilities::Futures::Always},
@@ -150,9 +159,9 @@ CheckedBackend::~CheckedBackend() {
 // --- Calls
 // ----------------------------------------------------------------------------------------
 
-Adapter CheckedBackend::inner(string_view op, Milliseconds timeout) const {
+Adapter CheckedBackend::inner(string_view op, Milliseconds timeout, bool for_little) const {
   const bool is_own = timeout > Milliseconds(0);
-  return Adapter(op, group_, inner_, inner_can_,
+  return Adapter(op, group_, inner_, for_little ? little_can_ : inner_can_,
                  is_own ? std::optional(std::min(timeout, kLongestWait)) : std::nullopt);
 }
 
@@ -162,23 +171,39 @@ CheckedBackend::WorkPtr CheckedBackend::run(const MethodCall& call,
   Fingerprint called = fingerprint_of(request, rank_, size_);
   if (request.type != OpType::AllToAll && request.type != OpType::Gather &&
       request.type != OpType::Scatter && request.is_empty()) {
-    // No data, but the ranks meet.
-    return run(call, outs, std::move(called), /*quick=*/true, [] { return Started(); });
+    return run(call, outs, meeting(call.op, call.timeout, std::move(called)));
   }
-  const auto kept = std::make_shared<HeldRequest>(aliased(request, request.sources));
   return run(
-      call, outs, std::move(called), is_quick(*kept),
-      [kept, adapter = inner(call.op, call.timeout)] { return lowering::start(adapter, *kept); });
+      call, outs,
+      agreed_call(call.op, call.timeout, std::move(called), aliased(request, request.sources)));
+}
+
+AgreedCall CheckedBackend::agreed_call(string_view op, Milliseconds timeout, Fingerprint called,
+                                       HeldRequest request) const {
+  const auto kept = std::make_shared<HeldRequest>(std::move(request));
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  AgreedCall call{op, std::move(called), timeout, {}, is_quick(*kept)};
+  const bool is_little = reduces_little(*kept, group_, piggyback_);
+  if (piggyback_ != kUsualPiggyback &&
+      reduces_little(*kept, group_, std::max(piggyback_, kUsualPiggyback))) {
+    call.called.manner = c10::str(" with TORCH_C10D_EXT_SHM_PIGGYBACK=", piggyback_);
+  }
+  call.begin = [kept, adapter = inner(op, timeout, is_little)] {
+    return lowering::start(adapter, *kept);
+  };
+  // What is read now is what it is to read only where nothing is in flight that may write it.
+  if (!agreement_->has_collectives()) {
+    call.piggyback = piggyback_of(*kept, group_, piggyback_);
+  }
+  return call;
 }
 
 CheckedBackend::WorkPtr CheckedBackend::run(const MethodCall& call, at::TensorList outputs,
-                                            Fingerprint called, bool quick, Begin begin) {
+                                            AgreedCall agreed) {
   const auto begun = std::chrono::steady_clock::now();
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const auto work =
-      work_for_caller(call.op, group_, outputs,
-                      agree(call.op, std::move(called), call.timeout, quick, std::move(begin)),
-                      &subscribe_to_future, call.type, begun);
+  const auto work = work_for_caller(call.op, group_, outputs, agree(std::move(agreed)),
+                                    &subscribe_to_future, call.type, begun);
   if (size_ == 1) {
     work->wait(kNoTimeout);  // the ops do what comes next without asking anybody
   }
@@ -206,31 +231,28 @@ void CheckedBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool /*w
   monitored.details = "monitored";
   auto call = MethodCall::of("monitored_barrier", c10d::OpType::BARRIER, opts);
   call.async = false;
-  run(call, {}, std::move(monitored), /*quick=*/true, [] { return Started(); });
+  run(call, {}, meeting(call.op, call.timeout, std::move(monitored)));
 }
 
 void CheckedBackend::post(const Group& group, const CollectiveRequest& request) {
   const HeldRequest now = held(request);
-  const auto kept = std::make_shared<HeldRequest>(aliased(request, now.sources));
   const auto work =
-      agree(request.op, fingerprint_of(request, rank_, size_), c10d::kUnsetTimeout, is_quick(*kept),
-            [kept, adapter = inner(request.op, c10d::kUnsetTimeout)] {
-              return lowering::start(adapter, *kept);
-            });
+      agree(agreed_call(request.op, c10d::kUnsetTimeout, fingerprint_of(request, rank_, size_),
+                        aliased(request, now.sources)));
   attach(request.op, group, request.outs, work, Finish(), &subscribe_to_future);
 }
 
-CheckedBackend::WorkPtr CheckedBackend::agree(string_view op, Fingerprint called,
-                                              Milliseconds timeout, bool quick, Begin begin) {
+CheckedBackend::WorkPtr CheckedBackend::agree(AgreedCall call) {
   if (strict_ == 0) {
-    called.shapes = 0;
+    call.called.shapes = 0;
   }
   if (strict_ > 1) {
-    called.call_site = call_site();
+    call.called.call_site = call_site();
   }
-  return start_agreed(agreement_, group_, inner_info_, op, std::move(called),
-                      timeout > Milliseconds(0) ? timeout : timeout_.load(), quick,
-                      std::move(begin));
+  if (call.timeout <= Milliseconds(0)) {
+    call.timeout = timeout_.load();
+  }
+  return start_agreed(agreement_, group_, inner_info_, std::move(call));
 }
 
 CheckedBackend::WorkPtr CheckedBackend::post_message(
@@ -342,7 +364,7 @@ c10::intrusive_ptr<c10d::Backend> CheckedBackend::checked(
   Options options(options_.backend, timeout);
   options.group_name = name;
   return c10::make_intrusive<CheckedBackend>(std::move(inner), store, options,
-                                             std::move(global_ranks), strict_);
+                                             std::move(global_ranks), strict_, piggyback_);
 }
 
 void CheckedBackend::setTimeout(Milliseconds timeout) {
@@ -405,18 +427,19 @@ void bind_checked(pybind11::module_& m) {
                        c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds timeout,
                        const std::string& group_name, const GlobalRanks& global_ranks, int strict,
                        const std::string& name, const py::object& connect,
-                       const std::string& counted_as) {
+                       const std::string& counted_as, size_t piggyback) {
              c10d::Backend::Options options(name, timeout);
              options.group_name = group_name;
              auto connect_part = connect_by(connect);
              const py::gil_scoped_release waits;
              return c10::make_intrusive<CheckedBackend>(std::move(inner), std::move(store), options,
-                                                        global_ranks, strict,
+                                                        global_ranks, strict, piggyback,
                                                         std::move(connect_part), counted_as);
            }),
            py::arg("inner"), py::arg("store"), py::arg("timeout"), py::arg("group_name"),
            py::arg("global_ranks"), py::arg("strict"), py::arg("name"),
-           py::arg("connect") = py::none(), py::arg("counted_as") = "")
+           py::arg("connect") = py::none(), py::arg("counted_as") = "",
+           py::arg("piggyback") = kUsualPiggyback)
       .def_property_readonly("inner", &CheckedBackend::inner_backend,
                              "The backend that does the work.");
   m.def("close_checked_groups", &CheckedBackend::close_all, py::arg("grace"),

@@ -4,6 +4,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
+#include <cstddef>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -45,13 +46,13 @@ class CheckedBackend final : public RequestBackend {
   static void close_all(Milliseconds grace);
 
   // Collective: meets the other ranks.
-  // `strict`: 1: shapes must agree, and not only sizes; 2: and the lines that call. `connect`:
-  // makes the backends of groups that are split off, merged or shrunk; none: what the inner backend
-  // makes of itself is checked, too. `counted_as`: the inner backend's name in profilers, as far as
-  // it is another one.
+  // `strict`: 1: shapes must agree, and not only sizes; 2: and the lines that call. `piggyback`: so
+  // many bytes of all ranks together travel with the calls. `connect`: makes the backends of groups
+  // that are split off, merged or shrunk; none: what the inner backend makes of itself is checked,
+  // too. `counted_as`: the inner backend's name in profilers, as far as it is another one.
   CheckedBackend(c10::intrusive_ptr<c10d::Backend> inner, c10::intrusive_ptr<c10d::Store> store,
-                 const Options& options, GlobalRanks global_ranks, int strict, Connect connect = {},
-                 const std::string& counted_as = {});
+                 const Options& options, GlobalRanks global_ranks, int strict, size_t piggyback,
+                 Connect connect = {}, const std::string& counted_as = {});
   ~CheckedBackend() override;
 
   void post(const Group& group, const CollectiveRequest& request) override;
@@ -91,17 +92,15 @@ class CheckedBackend final : public RequestBackend {
  private:
   WorkPtr run(const MethodCall& call, const CollectiveRequest& request) override;
   WorkPtr run(const MethodCall& call, const Message& message) override;
-  // What the ranks are told of the call, and what begins it then.
-  WorkPtr run(const MethodCall& call, at::TensorList outputs, Fingerprint called, bool quick,
-              Begin begin);
+  WorkPtr run(const MethodCall& call, at::TensorList outputs, AgreedCall agreed);
   WorkPtr deliver(const MethodCall& call, const WorkPtr& work);
-  // `begin` begins the collective at the inner backend, on another thread, once all ranks have
-  // called the same and what they called before is done. The work is that of both, and has a
-  // future. `quick`: `begin` takes less than a millisecond. `timeout`: of the call, or unset.
-  WorkPtr agree(std::string_view op, Fingerprint called, Milliseconds timeout, bool quick,
-                Begin begin);
-  // For a call with this timeout, or unset.
-  Adapter inner(std::string_view op, Milliseconds timeout) const;
+  // Of a request as it is kept until its end. `timeout`: of the call, or unset.
+  AgreedCall agreed_call(std::string_view op, Milliseconds timeout, Fingerprint called,
+                         HeldRequest request) const;
+  // The work is that of the agreement and of what comes of it, and has a future.
+  WorkPtr agree(AgreedCall call);
+  // For a call with this timeout, or unset. `for_little`: where little is reduced.
+  Adapter inner(std::string_view op, Milliseconds timeout, bool for_little) const;
 
   // What is in flight ends.
   void leave();
@@ -119,7 +118,9 @@ class CheckedBackend final : public RequestBackend {
   const int strict_;
   const Connect connect_;
   c10::intrusive_ptr<c10d::Backend> inner_;
-  const Capabilities inner_can_, can_;
+  const Capabilities inner_can_, little_can_;
+  const size_t piggyback_;
+  const Capabilities can_;
   const Inner inner_info_;
   const Group group_;  // for texts
   // Works may outlive the backend; they hold this while they use it.

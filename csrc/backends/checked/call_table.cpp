@@ -53,12 +53,18 @@ void CallTable::add(Calls& calls, uint64_t seq, OpenCall call) {
   calls.emplace(seq, std::move(call));
 }
 
-void CallTable::go(uint64_t seq) {
+void CallTable::go(uint64_t seq, std::vector<std::string> data) {
   const auto found = waiting_.find(seq);
   if (found == waiting_.end() || end_) {
     return;
   }
-  begins_.emplace_back(seq, std::move(found->second.begin));
+  auto& call = found->second;
+  if (!data.empty() && call.receive) {
+    call.begin = [receive = std::move(call.receive), data = std::move(data)](uint64_t seq) {
+      receive(seq, data);
+    };
+  }
+  begins_.emplace_back(seq, std::move(call.begin));
   found->second.late = kNever;
   found->second.asked = false;
   running_.insert(waiting_.extract(found));

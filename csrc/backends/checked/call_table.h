@@ -30,6 +30,8 @@ struct OpenCall {
   std::function<void(const Failure&)> fail;
   std::chrono::steady_clock::time_point late{};  // when it has taken too long, as far as is known
   bool asked = false;                            // rank 0, what is the matter
+  // Instead of `begin`, where all ranks' data came with the calls.
+  std::function<void(uint64_t, const std::vector<std::string>&)> receive;
 };
 
 class CallTable {
@@ -60,8 +62,8 @@ class CallTable {
   void add_message(uint64_t number, OpenCall call) {
     add(messages_, number, std::move(call));
   }
-  // All ranks have called it: it runs.
-  void go(uint64_t seq);
+  // All ranks have called it: it runs, or is given their data where that has come.
+  void go(uint64_t seq, std::vector<std::string> data);
   // From here on the inner backend knows of the message, and of its end.
   void grant(uint64_t number, uint64_t peer);
   void deny_collective(uint64_t seq, ErrorKind kind, const Difference& why) {

@@ -125,7 +125,7 @@ void Coordinator::compare() {
     const uint64_t agreed = progress_.agreed();
     Payload words;
     words.put(static_cast<int64_t>(agreed));
-    if (const auto found = difference(calls, agreed)) {
+    if (const auto found = difference(calls.called, agreed)) {
       words.put(found->text).put(found->ranks);
       tell_all(kDiffer, words);
       if (found->ends_group) {
@@ -133,6 +133,7 @@ void Coordinator::compare() {
                      std::chrono::milliseconds(0)});
       }
     } else {
+      put_all_data(words, calls.data);
       tell_all(kGo, words);
     }
   }

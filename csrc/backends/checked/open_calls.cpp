@@ -54,6 +54,11 @@ uint64_t OpenCalls::count() const {
   return count_;
 }
 
+bool OpenCalls::has_collectives() const {
+  const std::lock_guard lock(mutex_);
+  return table_.has_collectives();
+}
+
 std::optional<Failure> OpenCalls::failure(const std::string& op, uint64_t seq,
                                           Milliseconds within) const {
   std::unique_lock lock(mutex_);
@@ -136,9 +141,9 @@ OpenCalls::Late OpenCalls::take_late(Clock::time_point now,
   return table_.take_late(now, is_root_stopped);
 }
 
-void OpenCalls::go(uint64_t seq) {
+void OpenCalls::go(uint64_t seq, std::vector<std::string> data) {
   const std::lock_guard lock(mutex_);
-  table_.go(seq);
+  table_.go(seq, std::move(data));
 }
 
 void OpenCalls::take_answer(Asked asked, Difference who) {

@@ -54,6 +54,7 @@ class OpenCalls {
   // The data of number `seq` is there. Whether another one may begin now.
   bool done(uint64_t seq);
   uint64_t count() const;
+  bool has_collectives() const;
   // Why number `seq` cannot be done any more; waits that long for somebody to know it.
   std::optional<Failure> failure(const std::string& op, uint64_t seq, Milliseconds within) const;
   std::optional<End> end() const;
@@ -81,7 +82,7 @@ class OpenCalls {
   bool break_off(uint64_t seq);
   // `is_root_stopped` is asked where something is late.
   Late take_late(Clock::time_point now, const std::function<bool()>& is_root_stopped);
-  void go(uint64_t seq);
+  void go(uint64_t seq, std::vector<std::string> data);
   void take_answer(Asked asked, Difference who);
   // From here on the inner backend knows of the message, and of its end.
   void grant(uint64_t number, uint64_t peer);

@@ -19,9 +19,11 @@ Participant::Participant(const Roster& roster, OpenCalls& calls, Say say, Wake w
 
 void Participant::obey(uint32_t kind, Payload& words) {
   switch (kind) {
-    case kGo:
-      calls_.go(static_cast<uint64_t>(words.number()));
+    case kGo: {
+      const auto seq = static_cast<uint64_t>(words.number());
+      calls_.go(seq, take_all_data(words, roster_.place().size));
       break;
+    }
     case kDiffer: {
       const auto seq = static_cast<uint64_t>(words.number());
       const auto text = words.text();

@@ -29,7 +29,7 @@ Payload encoded(const Fingerprint& called) {
   words.put(static_cast<int64_t>(called.op_type)).put(called.unit);
   words.put(called.details).put(called.tensors).put(static_cast<int64_t>(called.reduce_op));
   words.put(called.root).put(called.count).put(called.is_uneven ? 1 : 0);
-  words.put(static_cast<int64_t>(called.shapes)).put(called.call_site);
+  words.put(static_cast<int64_t>(called.shapes)).put(called.call_site).put(called.manner);
   words.put(called.sends).put(called.expects);
   return words;
 }
@@ -46,9 +46,40 @@ Fingerprint take_fingerprint(Payload& words) {
   called.is_uneven = words.number() != 0;
   called.shapes = static_cast<uint64_t>(words.number());
   called.call_site = words.text();
+  called.manner = words.text();
   called.sends = words.numbers();
   called.expects = words.numbers();
   return called;
+}
+
+void put_data(Payload& words, const std::optional<std::string>& data) {
+  words.put(data ? 1 : 0);
+  if (data) {
+    words.put(*data);
+  }
+}
+
+std::optional<std::string> take_data(Payload& words) {
+  return within(words.number(), 0, 1) != 0 ? std::optional(words.text()) : std::nullopt;
+}
+
+void put_all_data(Payload& words, const std::vector<std::string>& data) {
+  words.put(static_cast<int64_t>(data.size()));
+  for (const auto& one : data) {
+    words.put(one);
+  }
+}
+
+std::vector<std::string> take_all_data(Payload& words, int ranks) {
+  const auto count = words.number();
+  if (count != 0 && count != ranks) {
+    throw std::runtime_error("data of another group");
+  }
+  std::vector<std::string> data;
+  for (int64_t i = 0; i < count; ++i) {
+    data.push_back(words.text());
+  }
+  return data;
 }
 
 Payload encoded(const Posted& posted) {

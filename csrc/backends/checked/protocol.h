@@ -3,8 +3,10 @@
 // What the ranks of an agreement say to each other, over the lines. No torch in here.
 //
 //   rank r                                rank 0
-//   Calling: what                      ->
-//                                      <- Go, or Differ: how; once all ranks call
+//   Calling: what, and its data if     ->
+//     that is little
+//                                      <- Go, with all data if all gave theirs, or
+//                                         Differ: how; once all ranks call
 //   Posting: one end of a message      ->
 //                                      <- Granted: who has the other; once it is there
 //                                      <- Denied: why not
@@ -20,7 +22,9 @@
 //   Beat: nothing, between hosts       <->
 
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -69,6 +73,15 @@ constexpr std::chrono::milliseconds kDataGrace{1000};
 
 Payload encoded(const Fingerprint& called);
 Fingerprint take_fingerprint(Payload& words);
+
+// So many bytes of all ranks together travel with calls at most, whatever is set.
+constexpr size_t kMostData = 65536;
+// The data that travels with a call, where it does.
+void put_data(Payload& words, const std::optional<std::string>& data);
+std::optional<std::string> take_data(Payload& words);
+// The data of all ranks; none where not all gave theirs.
+void put_all_data(Payload& words, const std::vector<std::string>& data);
+std::vector<std::string> take_all_data(Payload& words, int ranks);
 
 // But for its rank and number.
 Payload encoded(const Posted& posted);

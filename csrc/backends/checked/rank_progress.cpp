@@ -16,10 +16,14 @@ void RankProgress::hear_call(int rank, Payload& words) {
       called.root >= roster_.place().size) {
     throw std::runtime_error("a call of another group");
   }
+  auto data = take_data(words);
+  if (data && data->size() * calls_.size() > kMostData) {
+    throw std::runtime_error("a call with too much data");
+  }
   if (static_cast<uint64_t>(words.number()) != at(rank) + 1) {
     throw std::runtime_error("a call is missing");
   }
-  calls_[static_cast<size_t>(rank)].push_back(std::move(called));
+  calls_[static_cast<size_t>(rank)].push_back({std::move(called), std::move(data)});
 }
 
 bool RankProgress::has_someone_called() const {
@@ -30,12 +34,21 @@ bool RankProgress::have_all_called() const {
   return std::none_of(calls_.begin(), calls_.end(), [](auto& c) { return c.empty(); });
 }
 
-std::vector<Fingerprint> RankProgress::take_calls() {
+RankProgress::Calls RankProgress::take_calls() {
   ++agreed_;
-  std::vector<Fingerprint> calls;
+  Calls calls;
+  bool have_all_data = true;
   for (auto& own : calls_) {
-    calls.push_back(std::move(own.front()));
+    calls.called.push_back(std::move(own.front().called));
+    if (auto& data = own.front().data) {
+      calls.data.push_back(std::move(*data));
+    } else {
+      have_all_data = false;
+    }
     own.pop_front();
+  }
+  if (!have_all_data) {
+    calls.data.clear();
   }
   return calls;
 }

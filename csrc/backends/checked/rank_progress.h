@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -34,8 +35,13 @@ class RankProgress {
   // Whether some rank has called the next collective, and whether all have.
   bool has_someone_called() const;
   bool have_all_called() const;
-  // Once all have: what each rank has called, which is agreed on from here on.
-  std::vector<Fingerprint> take_calls();
+  // Once all have: what each rank has called, which is agreed on from here on, and the data that
+  // came with it, where all gave theirs.
+  struct Calls {
+    std::vector<Fingerprint> called;
+    std::vector<std::string> data;
+  };
+  Calls take_calls();
   // Ranks that have not called `seq`; where all have, all but this one.
   std::vector<int> suspects(uint64_t seq) const;
 
@@ -62,7 +68,11 @@ class RankProgress {
   const Roster& roster_;
   uint64_t agreed_ = 0;
   // What each rank has called since the last collective on which all agreed.
-  std::vector<std::deque<Fingerprint>> calls_;
+  struct Call {
+    Fingerprint called;
+    std::optional<std::string> data;
+  };
+  std::vector<std::deque<Call>> calls_;
   std::vector<std::string> left_;  // how each rank has, empty: it has not
 };
 

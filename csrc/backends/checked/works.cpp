@@ -17,6 +17,7 @@
 
 #include "base/dtype.h"
 #include "base/exceptions.h"
+#include "base/profiler_span.h"
 #include "base/signal_masked_thread.h"
 #include "base/timeouts.h"
 #include "work/blocking_work.h"
@@ -128,18 +129,32 @@ class AgreedWork final : public SignalledWork {
                         });
   }
 
-  void end(std::exception_ptr error) {
-    if (Agreement::is_here()) {
-      // A future's callback may wait for what the agreement has yet to begin.
-      const auto self = c10::intrusive_ptr<AgreedWork>::reclaim_copy(this);
-      try {
-        std::thread([self, error] { self->end(error); }).detach();
-        return;
-      } catch (const std::system_error&) {
-        // No thread to be had.
-      }
+  // All ranks have called it, and their data is here.
+  void receive(const Piggyback& piggyback, const std::vector<std::string>& data, uint64_t seq) {
+    state_.start();
+    auto span = ProfilerSpan::open(inner_.name, op());
+    if (span) {
+      span->begin();
     }
-    SignalledWork::end(std::move(error));
+    finish(
+        [&] {
+          piggyback.receive(data);
+          if (span) {
+            span->end();
+          }
+        },
+        seq);
+  }
+
+  void end(std::exception_ptr error) {
+    if (!Agreement::is_here()) {
+      SignalledWork::end(std::move(error));
+      return;
+    }
+    const auto self = c10::intrusive_ptr<AgreedWork>::reclaim_copy(this);
+    SignalledWork::end(std::move(error), [self](std::function<void()> callbacks) {
+      self->inner_.callbacks->run([self, callbacks = std::move(callbacks)] { callbacks(); });
+    });
   }
 
  protected:
@@ -296,14 +311,22 @@ constexpr std::chrono::milliseconds kExplained{500};
 
 c10::intrusive_ptr<c10d::Work> start_agreed(const std::shared_ptr<Agreement>& agreement,
                                             const Group& group, const Inner& inner,
-                                            std::string_view op, Fingerprint called,
-                                            Milliseconds timeout, bool quick, Begin begin) {
-  auto work = c10::make_intrusive<AgreedWork>(op, type_of(called.op_type), group, inner, agreement);
+                                            AgreedCall call) {
+  auto work = c10::make_intrusive<AgreedWork>(call.op, type_of(call.called.op_type), group, inner,
+                                              agreement);
   Agreement::Operation operation;
-  operation.op = op;
-  operation.called = std::move(called);
-  operation.timeout = timeout;
-  operation.begin = [work, quick, begin = std::move(begin),
+  operation.op = call.op;
+  operation.called = std::move(call.called);
+  operation.timeout = call.timeout;
+  if (call.piggyback) {
+    operation.data = std::move(call.piggyback->data);
+    operation.receive = [work, piggyback = std::move(*call.piggyback),
+                         state = at::ThreadLocalState()](uint64_t seq, const auto& data) {
+      const at::ThreadLocalStateGuard as_the_caller(state);
+      work->receive(piggyback, data, seq);
+    };
+  }
+  operation.begin = [work, quick = call.quick, begin = std::move(call.begin),
                      state = at::ThreadLocalState()](uint64_t seq) {
     const auto run = [work, begin, state, seq] {
       const at::ThreadLocalStateGuard as_the_caller(state);

@@ -7,12 +7,15 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 
 #include "backends/checked/agreement.h"
+#include "backends/checked/piggyback.h"
 #include "backends/request.h"
 #include "base/group.h"
+#include "base/thread_pool.h"
 #include "work/pending.h"
 
 namespace c10d_ext {
@@ -21,15 +24,26 @@ namespace c10d_ext {
 struct Inner {
   std::string name;
   bool has_futures = false;  // its works have some
+  // Callbacks run here, which may wait for what the agreement's thread has yet to begin.
+  std::shared_ptr<ThreadPool> callbacks = ThreadPool::make("c10d_ext_ends");
 };
 
-// A collective that `begin` hands to the inner backend once all ranks have called it and what was
-// called before is done; no work: it is done then. `quick`: `begin` takes less than a millisecond.
+// A collective that the ranks are to agree on.
+struct AgreedCall {
+  std::string_view op;
+  Fingerprint called;
+  std::chrono::milliseconds timeout;
+  // Hands it to the inner backend once all ranks have called it and what was called before is done;
+  // no work: it is done then. `quick`: it takes less than a millisecond.
+  Begin begin;
+  bool quick = false;
+  // Instead of `begin`, where all ranks' data comes with the calls.
+  std::optional<Piggyback> piggyback = std::nullopt;
+};
+
 c10::intrusive_ptr<c10d::Work> start_agreed(const std::shared_ptr<Agreement>& agreement,
                                             const Group& group, const Inner& inner,
-                                            std::string_view op, Fingerprint called,
-                                            std::chrono::milliseconds timeout, bool quick,
-                                            Begin begin);
+                                            AgreedCall call);
 
 struct StartedMessage {
   c10::intrusive_ptr<c10d::Work> work;  // for the caller

@@ -1,0 +1,177 @@
+#include "backends/checked/piggyback.h"
+
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <string_view>
+#include <utility>
+
+#include "backends/adapter/adapter.h"
+#include "backends/adapter/lowering.h"
+#include "backends/process_group/inner_backend.h"
+
+namespace c10d_ext {
+
+namespace {
+
+using Sizes = std::vector<int64_t>;
+
+std::string bytes_in(const at::Tensor& t) {
+  return {static_cast<const char*>(t.const_data_ptr()), t.nbytes()};
+}
+
+void check_size(bool fits) {
+  TORCH_CHECK(fits, "data of the size that this rank expects must come with the calls, got other");
+}
+
+// Each rank's row of `out`.
+void receive_rows(const at::Tensor& out, const std::vector<std::string>& data) {
+  const size_t row = out.nbytes() / data.size();
+  auto* to = static_cast<char*>(out.mutable_data_ptr());
+  for (const auto& one : data) {
+    check_size(one.size() == row);
+    std::memcpy(to, one.data(), row);
+    to += row;
+  }
+}
+
+// What a rank sends to all, behind how much of it goes to each.
+std::string exchanged(const InnerCollective& what) {
+  std::string data(reinterpret_cast<const char*>(what.sent.data()),
+                   what.sent.size() * sizeof(int64_t));
+  return data + bytes_in(what.source);
+}
+
+void receive_own_parts(const InnerCollective& what, int rank,
+                       const std::vector<std::string>& data) {
+  const size_t element = what.out.itemsize();
+  auto* to = static_cast<char*>(what.out.mutable_data_ptr());
+  const size_t heading = data.size() * sizeof(int64_t);
+  for (size_t from = 0; from < data.size(); ++from) {
+    check_size(data[from].size() >= heading);
+    Sizes sent(data.size());
+    std::memcpy(sent.data(), data[from].data(), heading);
+    size_t offset = heading;
+    for (int64_t i = 0; i < rank; ++i) {
+      offset += static_cast<size_t>(sent[static_cast<size_t>(i)]) * element;
+    }
+    const size_t bytes = static_cast<size_t>(what.received[from]) * element;
+    check_size(sent[static_cast<size_t>(rank)] == what.received[from] &&
+               offset <= data[from].size() && bytes <= data[from].size() - offset);
+    std::memcpy(to, data[from].data() + offset, bytes);
+    to += bytes;
+  }
+}
+
+// The backend to which such a collective is lowered. Notes what it is asked for.
+class PiggybackBackend final : public InnerBackend {
+ public:
+  explicit PiggybackBackend(const Group& group)
+      : InnerBackend(static_cast<int>(group.rank()), static_cast<int>(group.size()), group.name(),
+                     "piggyback") {
+    init();
+  }
+
+  const Capabilities& capabilities() const override {
+    static const Capabilities can = [] {
+      Capabilities few;
+      few.methods = {Method::AllGatherIntoTensor, Method::AllToAllSingle, Method::Barrier};
+      few.keeps_inputs = true;
+      few.exchanges_rooted_parts = true;
+      return capabilities_for_little(few);
+    }();
+    return can;
+  }
+
+  Piggyback take() {
+    return std::move(noted_);
+  }
+
+ private:
+  void start(const InnerWork& /*work*/, InnerCollective what) override {
+    switch (what.op) {
+      case OpType::AllGather:
+        noted_.data = bytes_in(what.source);
+        noted_.receive = [out = what.out](const auto& data) { receive_rows(out, data); };
+        return;
+      case OpType::AllToAll:
+        noted_.data = exchanged(what);
+        noted_.receive = [what = std::move(what), rank = rank_](const auto& data) {
+          receive_own_parts(what, rank, data);
+        };
+        return;
+      case OpType::Barrier:
+        noted_.receive = [](const auto&) {};
+        return;
+      default:
+        TORCH_INTERNAL_ASSERT(false, "no collective that is piggybacked: ", name_of(what.op));
+    }
+  }
+  // Profilers are told of the collective itself.
+  InnerWork make_work(c10d::OpType type, std::string_view op,
+                      std::unique_ptr<ProfilerSpan> /*span*/) const override {
+    return c10::make_intrusive<SignalledWork>(rank_, type, op);
+  }
+  WorkPtr all_reduce_sparse(const at::Tensor& /*tensor*/, Milliseconds /*timeout*/) override {
+    TORCH_INTERNAL_ASSERT(false, "sparse tensors are not piggybacked");
+  }
+  WorkPtr start_message(const Message& /*message*/) override {
+    TORCH_INTERNAL_ASSERT(false, "messages are not piggybacked");
+  }
+
+  Piggyback noted_;
+};
+
+size_t bytes_of_all(at::TensorList tensors) {
+  size_t bytes = 0;
+  for (const auto& t : tensors) {
+    bytes += t.nbytes();
+  }
+  return bytes;
+}
+
+}  // namespace
+
+bool reduces_little(const HeldRequest& request, const Group& group, size_t most) {
+  return request.reduction && request.type != OpType::SparseAllReduce &&
+         bytes_of_all(request.sources) * static_cast<size_t>(group.size()) <= most;
+}
+
+Capabilities capabilities_for_little(Capabilities inner) {
+  inner.methods = inner.methods.without(
+      {Method::AllReduce, Method::AllReduceCoalesced, Method::Reduce, Method::ReduceScatterTensor});
+  inner.reduces_avg = inner.reduces_avg_to_one = inner.reduces_low_precision = false;
+  inner.reduces_bitwise = true;
+  inner.keeps_nan = false;
+  return inner;
+}
+
+std::optional<Piggyback> piggyback_of(const HeldRequest& request, const Group& group, size_t most) {
+  if (most == 0 || request.type == OpType::SparseAllReduce) {
+    return std::nullopt;
+  }
+  const auto ranks = static_cast<size_t>(group.size());
+  const bool is_little =
+      request.type == OpType::Barrier ||
+      (bytes_of_all(request.sources) * ranks <= most && bytes_of_all(request.outs) <= most);
+  if (!is_little) {
+    return std::nullopt;
+  }
+  const auto backend = c10::make_intrusive<PiggybackBackend>(group);
+  const Adapter adapter(request.op, group, backend, backend->capabilities(), std::nullopt);
+  Started started = lowering::start(adapter, request);
+  Piggyback noted = backend->take();
+  if (!noted.receive || noted.data.size() * ranks > most) {
+    return std::nullopt;
+  }
+  noted.receive = [receive = std::move(noted.receive),
+                   finish = std::move(started.finish)](const auto& data) {
+    receive(data);
+    if (finish) {
+      finish();
+    }
+  };
+  return noted;
+}
+
+}  // namespace c10d_ext

@@ -1,0 +1,40 @@
+#pragma once
+
+// Collectives of little data, which travels with the calls that ranks agree on (piggybacking): one
+// round trip to rank 0 is all they take.
+
+#include <cstddef>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "backends/capabilities.h"
+#include "backends/request.h"
+#include "base/group.h"
+
+namespace c10d_ext {
+
+struct Piggyback {
+  // What this rank contributes.
+  std::string data;
+  // Makes the result of what all ranks contribute, in their order. Throws where that has another
+  // size than this rank expects.
+  std::function<void(const std::vector<std::string>& data)> receive;
+};
+
+// What is little, unless the user says otherwise.
+constexpr size_t kUsualPiggyback = 4096;
+
+// Whether values are reduced that are little: `most` bytes of all ranks together at most. The same
+// on all ranks. Whatever moves them, they are reduced in the order of ranks, on each rank, so that
+// results do not depend on whether they could travel with the calls.
+bool reduces_little(const HeldRequest& request, const Group& group, size_t most);
+// How `inner` is used for those: as piggyback_of() does without it.
+Capabilities capabilities_for_little(Capabilities inner);
+
+// None where it is more than `most` bytes of all ranks together, or no kind that travels so. Reads
+// the sources now, and writes nothing but a root's own result of what it broadcasts.
+std::optional<Piggyback> piggyback_of(const HeldRequest& request, const Group& group, size_t most);
+
+}  // namespace c10d_ext

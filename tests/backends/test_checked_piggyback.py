@@ -1,0 +1,183 @@
+"""Little data travels with the calls on which ranks agree, and the backend inside moves none of it.
+
+That values are those of any other backend test_checked.py and the tests of hosts tell.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.backends.test_checked import fallen_back
+from tests.harness import run
+from torch_c10d_ext import _backends, functional
+from torch_c10d_ext.errors import CollectiveMismatch
+
+CPU = torch.device("cpu")
+
+
+def _moved(group: Any) -> int:
+    """How many collectives gloo has been asked for."""
+    return int(group._get_backend(CPU).inner._get_sequence_number_for_group())
+
+
+def _travels(most: int) -> None:
+    rank, n = dist.get_rank(), dist.get_world_size()
+    with fallen_back(piggyback=most) as group:
+        fits = most // n // 4  # elements of float32 on each rank
+        before = _moved(group)
+        for count in (1, fits):
+            x = torch.arange(count, dtype=torch.float32) + 10 * rank
+            total = functional.all_reduce(x, "sum", group) + 0
+            assert torch.equal(total, n * torch.arange(count) + 10.0 * sum(range(n)))
+        y = torch.full((3,), rank, dtype=torch.bfloat16)
+        dist.broadcast(y, n - 1, group=group)
+        assert torch.equal(y, torch.full((3,), n - 1, dtype=torch.bfloat16))
+        dist.barrier(group)
+        # Uneven parts: rank r sends 1 + q elements to rank q.
+        sent = torch.full((n * (n + 1) // 2,), rank)
+        parts = functional.all_to_all_single(sent, [rank + 1] * n, [1 + q for q in range(n)], group)
+        assert (parts + 0).tolist() == [q for q in range(n) for _ in range(rank + 1)]
+        assert _moved(group) == before, "gloo was asked"
+        large = functional.all_reduce(torch.ones(fits + 1), "sum", group) + 0
+        assert torch.equal(large, torch.full((fits + 1,), float(n)))
+        assert _moved(group) == before + 1
+
+
+@pytest.mark.parametrize(("size", "most"), [(2, 4096), (3, 4096), (2, 65536)])
+def test_little_data_travels_with_the_calls(size: int, most: int) -> None:
+    run(size, _travels, most, backend="gloo")
+
+
+def _one_rank_has_more() -> None:
+    """What all give is what travels: a rank whose part is large has the others use gloo, too."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    with fallen_back() as group:
+        before = _moved(group)
+        rows = [1 if q else 4096 for q in range(n)]
+        given = [rows[rank]] * n
+        x = torch.full((sum(given),), float(rank))
+        parts = functional.all_to_all_single(x, rows, given, group) + 0
+        assert torch.equal(
+            parts, torch.cat([torch.full((m,), float(q)) for q, m in enumerate(rows)])
+        )
+        assert _moved(group) == before + 1
+
+
+def test_one_rank_has_more() -> None:
+    run(3, _one_rank_has_more, backend="gloo")
+
+
+def _keeps_the_order() -> None:
+    """A call behind one in flight reads what that leaves, and not what is there when it is made."""
+    n = dist.get_world_size()
+    with fallen_back() as group:
+        for _ in range(20):
+            x = torch.ones(1 << 16)
+            first = dist.all_reduce(x, group=group, async_op=True)
+            second = dist.all_reduce(x[:2], group=group, async_op=True)
+            third = dist.all_reduce(x[1:3], group=group, async_op=True)
+            for work in (third, first, second):
+                work.wait()
+            assert x[:4].tolist() == [n**2, n**3, n**2, n], x[:4]
+
+
+def test_keeps_the_order_of_calls() -> None:
+    run(2, _keeps_the_order, backend="gloo")
+
+
+def _reduces_alike() -> None:
+    """Whether a sum could travel with its call does not show in its bits."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    with fallen_back() as group:
+        for dtype in (torch.float32, torch.bfloat16):
+            torch.manual_seed(rank)
+            x = torch.randn(64).to(dtype) * 10 ** torch.randint(-3, 4, (64,))
+            x = x.to(dtype)
+            x[rank] = float("nan")
+            for op in ("sum", "avg", "max", "product"):
+                alone = functional.all_reduce(x, op, group) + 0
+                parts = functional.reduce_scatter_tensor(x.repeat(n), op, 0, group) + 0
+                slow = dist.all_reduce(torch.ones(1 << 20), group=group, async_op=True)
+                behind = functional.all_reduce(x, op, group)
+                behind_parts = functional.reduce_scatter_tensor(x.repeat(n), op, 0, group)
+                for early, late in ((alone, behind), (parts, behind_parts)):
+                    assert torch.equal(early.view(torch.uint8), (late + 0).view(torch.uint8))
+                slow.wait()
+
+
+def test_how_data_travels_does_not_show_in_bits() -> None:
+    run(3, _reduces_alike, backend="gloo")
+
+
+def _settings_differ() -> None:
+    rank = dist.get_rank()
+    with fallen_back(piggyback=(0, 4096)[rank]) as group:
+        with pytest.raises(CollectiveMismatch, match=r"with TORCH_C10D_EXT_SHM_PIGGYBACK=0") as e:
+            dist.all_reduce(torch.ones(2), group=group)
+        assert e.value.ranks == [1]
+        # What is not reduced, or not little, is alike whatever is set.
+        y = torch.full((3,), float(rank))
+        dist.broadcast(y, 1, group=group)
+        large = torch.ones(4096)
+        dist.all_reduce(large, group=group)
+        assert torch.equal(y, torch.ones(3)) and torch.equal(large, torch.full((4096,), 2.0))
+
+
+def test_settings_that_differ_are_told() -> None:
+    run(2, _settings_differ, backend="gloo")
+
+
+def _writes_nothing_where_ranks_differ() -> None:
+    rank = dist.get_rank()
+    with fallen_back() as group:
+        for root in (0, 1):
+            x = torch.full((2 + rank,), 5.0 + rank)
+            with pytest.raises(CollectiveMismatch, match="broadcast"):
+                dist.broadcast(x, root, group=group)
+            assert torch.equal(x, torch.full_like(x, 5.0 + rank))
+        out = torch.full((2,), 7.0)
+        torch.ops.c10d_ext.all_reduce_out(
+            torch.ones(2), ("sum", "max")[rank], group.group_name, out=out
+        )
+        with pytest.raises(CollectiveMismatch, match="all_reduce"):
+            torch.ops.c10d_ext.wait_tensor(out)
+        assert torch.equal(out, torch.full((2,), 7.0))
+        y = torch.full((3,), float(rank))
+        dist.broadcast(y, 1, group=group)
+        assert torch.equal(y, torch.ones(3))
+
+
+def test_writes_nothing_where_ranks_differ() -> None:
+    run(2, _writes_nothing_where_ranks_differ, backend="gloo")
+
+
+def _calls_back() -> None:
+    """A callback of one may make, and wait for, the next."""
+    n = dist.get_world_size()
+    with fallen_back() as group:
+        seen = []
+
+        def again(_: Any) -> None:
+            y = torch.ones(2)
+            dist.all_reduce(y, group=group)
+            seen.append(y.tolist())
+
+        work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+        work.get_future().then(again).wait()
+        assert seen == [[float(n)] * 2]
+
+
+def test_callbacks_may_call_the_next() -> None:
+    run(2, _calls_back, backend="gloo")
+
+
+@pytest.mark.parametrize("text", ["-1", "65537", "4k"])
+def test_the_setting_is_checked(text: str) -> None:
+    with pytest.raises(ValueError, match=f"_PIGGYBACK: must be .* 0 to 65536, got '{text}'"):
+        _backends.shm_settings({"TORCH_C10D_EXT_SHM_PIGGYBACK": text})
+    assert "TORCH_C10D_EXT_SHM_PIGGYBACK" not in os.environ
