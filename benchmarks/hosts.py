@@ -154,7 +154,8 @@ def main(arguments: list[str] | None = None) -> int:
         tables.append(table_of(layout, measure(layout, options), options))
         print(f"\n{tables[-1].text()}", flush=True)
     if options.record:
-        command = f"python benchmarks/hosts.py --layout {' '.join(options.layout)}"
+        given = sys.argv[1:] if arguments is None else arguments
+        command = " ".join(["python benchmarks/hosts.py", *given])
         print(_history.record(f"{options.record}-hosts", kind, command, tables))
     return 0
 
