@@ -32,6 +32,7 @@ MIRRORED = "torch.distributed._functional_collectives"
 # What each folder of csrc may include: itself and those before it.
 LAYERS = (
     "base",
+    "kernels",
     "control",
     "work",
     "backends",
@@ -43,7 +44,7 @@ LAYERS = (
 # The same of the folders inside backends/, after the files beside them, which include none.
 BACKENDS = ("process_group", "adapter", "checked", "hierarchical", "mpi", "shm")
 # These know nothing of torch.distributed: neither its headers nor its types.
-WITHOUT_DISTRIBUTED = ("base",)
+WITHOUT_DISTRIBUTED = ("base", "kernels")
 INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 # A longer file says in its first comment, or its docstring, why it is one.
 LONG = 600

@@ -90,6 +90,7 @@ def _link(at: Path) -> None:
     command = [
         *build._compiler(),
         "-shared",
+        "-flto=auto",  # the objects may have been made for it
         *map(str, OBJECTS),
         str(_object()),
         f"-L{libraries}",

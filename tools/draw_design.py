@@ -406,6 +406,7 @@ JOBS = {
     "backends": "their interface; adapter, checked, hierarchical, mpi, shm",
     "work": "works, their table by storage, futures, snapshots of inputs",
     "control": "processes, connections, rendezvous, groups by name",
+    "kernels": "copies and reductions in memory, for each instruction set",
     "base": "types, errors, fingerprints, reductions, memory",
 }
 

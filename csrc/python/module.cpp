@@ -26,6 +26,7 @@
 #include "frontend/lazy/lazy.h"
 #include "frontend/older_vmap.h"
 #include "frontend/result_memory.h"
+#include "kernels/kernels.h"
 #include "python/capabilities.h"
 #include "python/coalescing.h"
 #include "python/tally.h"
@@ -224,6 +225,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_call_site(m);
   lazy::register_kernels();
   register_kernels_of_devices();
+  // What torch's cast does to values too large for float8_e4m3fn differs between its versions.
+  kernels::set_float8_e4m3fn_saturates(static_cast<float>(c10::Float8_e4m3fn(1e6f)) == 448);
 
   m.attr("torch_version") = C10D_EXT_TORCH_VERSION;
   m.attr("has_lazy") = lazy::is_built();

@@ -1,7 +1,7 @@
 // What holds for the kernels without knowing what they compute, under whatever sanitizer this is
 // built with: results do not depend on the instruction set, on the position and the number of the
 // elements, on where they are written and how; nothing beyond the elements is touched; several
-// threads may reduce and copy at a time. tests/backends/test_shm_kernels.py compares the values
+// threads may reduce and copy at a time. tests/test_kernels.py compares the values
 // themselves with torch's. Prints what failed and exits with 1, or "ok".
 
 #include <algorithm>
@@ -15,15 +15,15 @@
 #include <thread>
 #include <vector>
 
-#include "backends/shm/kernels.h"
-#include "backends/shm/kernels_isa.h"
+#include "kernels/isa.h"
+#include "kernels/kernels.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
 using namespace c10d_ext;
-using namespace c10d_ext::shm;
+using namespace c10d_ext::kernels;
 
 namespace {
 

@@ -1,5 +1,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <c10/util/SmallVector.h>
 #include <c10/util/accumulate.h>
 
 #include <utility>
@@ -7,6 +8,8 @@
 
 #include "backends/adapter/lowering.h"
 #include "backends/adapter/lowering_parts.h"
+#include "base/dtype.h"
+#include "kernels/kernels.h"
 
 namespace c10d_ext::lowering {
 
@@ -105,6 +108,21 @@ ReductionPlan plan_here(const Adapter& adapter, const Reduction& reduction, c10:
                         adapter.can().reduces_bitwise, adapter.can().keeps_nan);
 }
 
+// The same on a CPU, of values in `out`'s own dtype.
+void reduce_in_memory(const at::Tensor& bytes, ReduceOp op, const at::Tensor& out, int64_t ranks) {
+  const at::Tensor target = is_dense(out) ? out : at::empty(out.sizes(), out.options());
+  const auto* from = static_cast<const char*>(bytes.const_data_ptr());
+  c10::SmallVector<const void*, 16> rows;
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    rows.push_back(from + static_cast<size_t>(rank) * target.nbytes());
+  }
+  kernels::reduce(dtype_of(out.scalar_type()), op, target.mutable_data_ptr(), nullptr, rows.data(),
+                  static_cast<int>(ranks), static_cast<size_t>(out.numel()), nullptr);
+  if (!target.is_same(out)) {
+    copy_values(out, target);
+  }
+}
+
 // Reduces the `ranks` contributions in `bytes` in rank order into `out`: the same bits whoever does
 // it.
 Finish reduce_rows_later(const at::Tensor& bytes, const Contribution& sent,
@@ -114,6 +132,10 @@ Finish reduce_rows_later(const at::Tensor& bytes, const Contribution& sent,
   const bool encoded = sent.encoded;
   return [bytes, dtype, encoded, reduction, plan, out = alias_of(out), ranks] {
     used_here(bytes);
+    if (out.is_cpu() && !encoded && has_meaning(reduction.op, dtype_of(out.scalar_type()))) {
+      reduce_in_memory(bytes, reduction.op, out, ranks);
+      return;
+    }
     const auto count = bytes.numel() / static_cast<int64_t>(dtype.itemsize());
     const Tensors rows = rows_of(span_of(bytes, dtype, 0, count), ranks);
     const auto wire = [&](int64_t rank) {

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "backends/shm/engine.h"
-#include "backends/shm/kernels.h"
+#include "kernels/kernels.h"
 
 namespace c10d_ext::shm {
 
@@ -43,14 +43,14 @@ class BufferView {
   void read(size_t offset, size_t bytes, std::byte* to) const {
     for (size_t done = 0; done < bytes;) {
       const Piece piece = at(offset + done, bytes - done);
-      copy(to + done, piece.data, piece.bytes, /*streaming=*/false);
+      kernels::copy(to + done, piece.data, piece.bytes, /*streaming=*/false);
       done += piece.bytes;
     }
   }
   void write(size_t offset, size_t bytes, const std::byte* from, bool streaming) const {
     for (size_t done = 0; done < bytes;) {
       const Piece piece = at(offset + done, bytes - done);
-      copy(piece.data, from + done, piece.bytes, streaming);
+      kernels::copy(piece.data, from + done, piece.bytes, streaming);
       done += piece.bytes;
     }
   }
@@ -67,7 +67,7 @@ inline void copy_view(const BufferView& from, const BufferView& to, size_t offse
     const Piece source = from.at(offset + done, bytes - done);
     const Piece target = to.at(offset + done, source.bytes);
     if (target.data != source.data) {
-      copy(target.data, source.data, target.bytes, streaming);
+      kernels::copy(target.data, source.data, target.bytes, streaming);
     }
     done += target.bytes;
   }

@@ -71,7 +71,7 @@ class Collective {
     return input_bytes_;
   }
 
-  const Factor* factors_or_null() const {
+  const kernels::Factor* factors_or_null() const {
     return request_.reduce_op == ReduceOp::PremulSum ? factors_.data() : nullptr;
   }
 
@@ -94,8 +94,8 @@ class Collective {
       for (int p = 0; p < n_; ++p) {
         pointers[static_cast<size_t>(p)] = p == me_ ? piece.data : from(p) + done;
       }
-      reduce(request_.dtype, request_.reduce_op, out, also, pointers.data(), n_,
-             piece.bytes / element, factors_or_null(), streaming && target != nullptr);
+      kernels::reduce(request_.dtype, request_.reduce_op, out, also, pointers.data(), n_,
+                      piece.bytes / element, factors_or_null(), streaming && target != nullptr);
       done += piece.bytes;
     }
   }
@@ -122,7 +122,7 @@ class Collective {
   const size_t part_bytes_;
   const size_t input_bytes_;
   std::vector<Buffer> room_;
-  std::vector<Factor> factors_;
+  std::vector<kernels::Factor> factors_;
   bool all_even_ = true;
   Algorithm algorithm_ = Algorithm::Pipelined;
 };

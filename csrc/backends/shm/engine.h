@@ -14,10 +14,10 @@
 #include <vector>
 
 #include "backends/shm/bootstrap.h"
-#include "backends/shm/kernels.h"
 #include "base/errors.h"
 #include "base/fingerprint.h"
 #include "base/types.h"
+#include "kernels/kernels.h"
 
 namespace c10d_ext::shm {
 
@@ -58,7 +58,7 @@ struct Request {
   // The elements; sizes are in bytes everywhere.
   DType dtype = DType::Bytes;
   ReduceOp reduce_op = ReduceOp::None;
-  Factor factor;
+  kernels::Factor factor;
   int root = -1;
   int peer = -1;
   int64_t tag = 0;

@@ -17,7 +17,7 @@ void copy_pieces(const Buffer& buffer, size_t offset, size_t bytes, std::byte* m
     if (begin < end) {
       std::byte* here = piece.data + (begin - start);
       std::byte* there = memory + (begin - offset);
-      copy(out ? there : here, out ? here : there, end - begin, /*streaming=*/false);
+      kernels::copy(out ? there : here, out ? here : there, end - begin, /*streaming=*/false);
     }
     start += piece.bytes;
   }

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "backends/shm/engine.h"
-#include "backends/shm/kernels.h"
+#include "kernels/kernels.h"
 
 namespace c10d_ext::shm {
 

@@ -29,8 +29,8 @@ void read_and_reduce(const Collective& c, size_t offset, size_t part) {
     all.push_back(contribution(p));
   }
   const std::unique_ptr<std::byte[]> result(new std::byte[part]);
-  reduce(c.request_.dtype, c.request_.reduce_op, result.get(), nullptr, all.data(), c.n_,
-         part / size_of(c.request_.dtype), c.factors_or_null(), /*streaming=*/false);
+  kernels::reduce(c.request_.dtype, c.request_.reduce_op, result.get(), nullptr, all.data(), c.n_,
+                  part / size_of(c.request_.dtype), c.factors_or_null(), /*streaming=*/false);
   c.target(0).write(0, part, result.get(), /*streaming=*/false);
 }
 

@@ -7,9 +7,9 @@
 #include <span>
 #include <string_view>
 
-#include "backends/shm/kernels.h"
+#include "kernels/kernels.h"
 
-namespace c10d_ext::shm {
+namespace c10d_ext::kernels {
 
 // reduce()'s arguments, with the size in bytes.
 struct Reduction {
@@ -52,4 +52,4 @@ extern const InstructionSet instruction_set;
 }
 #endif
 
-}  // namespace c10d_ext::shm
+}  // namespace c10d_ext::kernels

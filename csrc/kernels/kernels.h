@@ -1,6 +1,6 @@
 #pragma once
 
-// What the shared-memory backend does to bytes: copy them and reduce them. No torch in here: the
+// What is done to bytes in memory: they are copied and reduced. No torch in here: the
 // same code runs under the sanitizers with threads for ranks.
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 #include "base/types.h"
 
-namespace c10d_ext::shm {
+namespace c10d_ext::kernels {
 
 // The number each rank's values are multiplied with before they are summed (premul_sum).
 struct Factor {
@@ -44,4 +44,4 @@ void copy(void* to, const void* from, size_t bytes, bool streaming);
 // "avx512", "avx2" or "baseline": what reduce() and copy() run on here.
 std::string_view instruction_set();
 
-}  // namespace c10d_ext::shm
+}  // namespace c10d_ext::kernels

@@ -1,4 +1,4 @@
-// The kernels, included once for each instruction set by kernels_<name>.cpp, which defines
+// The kernels, included once for each instruction set by <name>.cpp, which defines
 //   C10D_EXT_ISA           its namespace and name
 //   C10D_EXT_VECTOR_BYTES  the width of its registers
 // Vectors are GCC's vector extensions, so that one text serves all instruction sets and each of
@@ -17,13 +17,13 @@
 #define C10D_EXT_STRING_(x) #x
 #define C10D_EXT_STRING(x) C10D_EXT_STRING_(x)
 
-#include "backends/shm/kernels_vectors.h"
+#include "kernels/vectors.h"
 
 // With the vectors:
-#include "backends/shm/kernels_codecs.h"
-#include "backends/shm/kernels_operations.h"
+#include "kernels/codecs.h"
+#include "kernels/operations.h"
 
-namespace c10d_ext::shm::C10D_EXT_ISA {
+namespace c10d_ext::kernels::C10D_EXT_ISA {
 namespace {
 
 // ---- Loops --------------------------------------------------------------------------------------
@@ -300,4 +300,4 @@ void copy(char* to, const char* from, size_t bytes) {
 extern const InstructionSet instruction_set{C10D_EXT_STRING(C10D_EXT_ISA), reduce, copy<false>,
                                             copy<true>};
 
-}  // namespace c10d_ext::shm::C10D_EXT_ISA
+}  // namespace c10d_ext::kernels::C10D_EXT_ISA

@@ -1,4 +1,4 @@
-#include "backends/shm/kernels.h"
+#include "kernels/kernels.h"
 
 #include <array>
 #include <atomic>
@@ -10,9 +10,9 @@
 #include <immintrin.h>
 #endif
 
-#include "backends/shm/kernels_isa.h"
+#include "kernels/isa.h"
 
-namespace c10d_ext::shm {
+namespace c10d_ext::kernels {
 namespace {
 
 // Rounding to nearest, subnormals kept: what a thread may have switched off (flush to zero) must
@@ -155,4 +155,4 @@ void use(const InstructionSet& instruction_set) {
   used.store(&instruction_set, std::memory_order_relaxed);
 }
 
-}  // namespace c10d_ext::shm
+}  // namespace c10d_ext::kernels

@@ -1,6 +1,6 @@
 // Vectors of one instruction set, and how they are read and written: a part of kernels_impl.h.
 
-namespace c10d_ext::shm::C10D_EXT_ISA {
+namespace c10d_ext::kernels::C10D_EXT_ISA {
 namespace {
 
 constexpr size_t kVectorBytes = C10D_EXT_VECTOR_BYTES;
@@ -88,4 +88,4 @@ C10D_EXT_INLINE Complex<V> operator*(Complex<V> a, Complex<W> b) {
 }
 
 }  // namespace
-}  // namespace c10d_ext::shm::C10D_EXT_ISA
+}  // namespace c10d_ext::kernels::C10D_EXT_ISA

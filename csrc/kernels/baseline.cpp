@@ -6,8 +6,8 @@
 
 #include <type_traits>
 
-#include "backends/shm/kernels_isa.h"
+#include "kernels/isa.h"
 
 #define C10D_EXT_ISA baseline
 #define C10D_EXT_VECTOR_BYTES 16
-#include "backends/shm/kernels_impl.h"
+#include "kernels/impl.h"

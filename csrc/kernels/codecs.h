@@ -3,7 +3,7 @@
 // unpack() turns a Memory, bytes as they lie there, into kParts values of type V, and pack() turns
 // them back. Scalar is what one element of V is, for factors.
 
-namespace c10d_ext::shm::C10D_EXT_ISA {
+namespace c10d_ext::kernels::C10D_EXT_ISA {
 namespace {
 
 template <class T>
@@ -272,4 +272,4 @@ struct ComplexHalves {
 };
 
 }  // namespace
-}  // namespace c10d_ext::shm::C10D_EXT_ISA
+}  // namespace c10d_ext::kernels::C10D_EXT_ISA

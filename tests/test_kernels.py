@@ -1,6 +1,6 @@
 """The shared-memory backend's kernels against torch's arithmetic, without any rank or group.
 
-What the C++ says of them in ``csrc/backends/shm/kernels.h`` is compared bit by bit, on every
+What the C++ says of them in ``csrc/kernels/kernels.h`` is compared bit by bit, on every
 instruction set that this machine has.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from tests.harness.values import NUMPY_REDUCTIONS
 from tests.native import build
 
-SOURCES = [name for name in build.SOURCES if name.startswith("kernels")]
+SOURCES = [name for name, path in build.SOURCES.items() if path.parent.name == "kernels"]
 
 COUNTS = [1, 7, 33, 1000]
 RANKS = [1, 2, 3, 4, 5, 8]
@@ -54,28 +54,28 @@ class Kernels:
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
-        for name in ("shm_dtype_name", "shm_reduce_op_name", "shm_instruction_set"):
+        for name in ("kernels_dtype_name", "kernels_reduce_op_name", "kernels_instruction_set"):
             getattr(self._library, name).restype = ctypes.c_char_p
-        self._library.shm_size_of.restype = ctypes.c_size_t
-        self.dtypes = self._names("shm_dtype_name")
-        self.ops = self._names("shm_reduce_op_name")
-        self.instruction_sets = self._names("shm_instruction_set")
+        self._library.kernels_size_of.restype = ctypes.c_size_t
+        self.dtypes = self._names("kernels_dtype_name")
+        self.ops = self._names("kernels_reduce_op_name")
+        self.instruction_sets = self._names("kernels_instruction_set")
 
     def _names(self, function: str) -> list[str]:
         names = map(getattr(self._library, function), count())
         return [name.decode() for name in iter(lambda: next(names), None)]
 
     def has_meaning(self, op: str, dtype: str) -> bool:
-        return bool(self._library.shm_has_meaning(self.ops.index(op), self.dtypes.index(dtype)))
+        return bool(self._library.kernels_has_meaning(self.ops.index(op), self.dtypes.index(dtype)))
 
     def size_of(self, dtype: str) -> int:
-        return self._library.shm_size_of(self.dtypes.index(dtype))
+        return self._library.kernels_size_of(self.dtypes.index(dtype))
 
     def use(self, instruction_set: str) -> None:
-        self._library.shm_use(self.instruction_sets.index(instruction_set))
+        self._library.kernels_use(self.instruction_sets.index(instruction_set))
 
     def set_float8_e4m3fn_saturates(self, saturates: bool) -> None:
-        self._library.shm_set_float8_e4m3fn_saturates(int(saturates))
+        self._library.kernels_set_float8_e4m3fn_saturates(int(saturates))
 
     def reduce(
         self,
@@ -87,7 +87,7 @@ class Kernels:
         factors: list[complex] | None = None,
         streaming: bool = False,
     ) -> Tensor:
-        self._library.shm_reduce(
+        self._library.kernels_reduce(
             self.dtypes.index(dtype),
             self.ops.index(op),
             ctypes.c_void_p(out.data_ptr()),

@@ -1,6 +1,6 @@
 // What is computed: a part of kernels_impl.h.
 
-namespace c10d_ext::shm::C10D_EXT_ISA {
+namespace c10d_ext::kernels::C10D_EXT_ISA {
 namespace {
 
 template <class Codec>
@@ -96,4 +96,4 @@ struct Bxor : Reducer<Codec> {
 };
 
 }  // namespace
-}  // namespace c10d_ext::shm::C10D_EXT_ISA
+}  // namespace c10d_ext::kernels::C10D_EXT_ISA
