@@ -302,7 +302,8 @@ def check_values(module: str, form: str) -> Any:
             report.expect(f"{v}: number of results", len(results) != len(mine))
             for y, want in zip(results, wanted, strict=False):
                 exact = values.exact(v.dtype, v.reduce_op, n)
-                report.expect(v, values.mismatch(y, want[rank], bitwise=exact, ulps=2))
+                ulps = values.ulps(v.dtype, v.reduce_op, n)
+                report.expect(v, values.mismatch(y, want[rank], bitwise=exact, ulps=ulps))
                 if form in (FUNCTIONAL, COALESCED):
                     report.expect(f"{v}: result is contiguous", not y.is_contiguous())
                 if c.replicated:

@@ -48,7 +48,7 @@ NUMPY_REDUCTIONS = {
 # Bits of mantissa given to the values: all that the dtype has, or as many as stay exact in sums.
 _MANTISSA_BITS = {
     torch.float64: 40,
-    torch.float32: 14,
+    torch.float32: 11,
     torch.float16: 10,
     torch.bfloat16: 7,
     torch.float8_e4m3fn: 3,
@@ -186,7 +186,19 @@ def _reduce_integers(xs: Sequence[Tensor], op: str, factor: complex | None) -> A
 
 def exact(dtype: torch.dtype, reduce_op: str | None, world_size: int) -> bool:
     """Whether the reduction of `values` has one right answer to the last bit."""
+    if reduce_op == "product" and world_size > 4:
+        return dtype not in COMPLEX and dtype != torch.float64
     return reduce_op != "avg" or world_size in (1, 2, 4) or dtype not in (*FLOATS, *COMPLEX)
+
+
+def ulps(dtype: torch.dtype, reduce_op: str | None, world_size: int) -> float:
+    """How much of its last bit a result that is not exact may be off."""
+    if reduce_op != "product":
+        return 2
+    # Each factor rounds by half a unit at most, and a complex one by sqrt(5) times as much of the
+    # absolute value (Brent, Percival, Zimmermann 2007). Then the result is rounded once.
+    factor = math.sqrt(5) if dtype in COMPLEX else 1
+    return factor * (world_size - 1) / 2 + 1
 
 
 # --- layouts: the same values in different memory ------------------------------------------------
@@ -261,7 +273,7 @@ def raw(x: Tensor) -> bytes:
     return bytes(flat.view(torch.uint8).numpy().tobytes())
 
 
-def mismatch(actual: Tensor, expected: Tensor, *, bitwise: bool = True, ulps: int = 0) -> str:
+def mismatch(actual: Tensor, expected: Tensor, *, bitwise: bool = True, ulps: float = 0) -> str:
     """Say how `actual` differs from `expected`; the empty string when it does not.
 
     `bitwise` compares bytes (0.0 differs from -0.0, NaNs by payload), else values within `ulps`.

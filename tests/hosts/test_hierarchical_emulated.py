@@ -108,7 +108,7 @@ def test_collectives_and_groups(places: tuple[int, ...], engine: str, tmp_path: 
             assert said["groups"] == [engine] * (rank == hosts[at][0]) + ["shm"]
 
 
-@pytest.mark.parametrize("places", [(0, 0, 1, 1), (0, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize("places", [(0, 0, 1, 1), (0, 1, 1, 1), (0, 1, 2, 0, 1, 2)], ids=str)
 def test_ops_keep_the_contract(places: tuple[int, ...], tmp_path: Path) -> None:
     """Of every form: values, layouts, gradients, errors, vmap, compiled code."""
     with _ranks(places, "contract", tmp_path) as ranks:
