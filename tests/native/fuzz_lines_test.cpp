@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -114,8 +115,14 @@ Payload sentence(uint32_t kind, uint64_t seq, uint64_t number, Random& random) {
   switch (kind) {
     case kCalling: {
       Fingerprint called;
-      called.op_type = static_cast<OpType>(random.below(12));
+      called.op_type = OpType::Barrier;
       called.unit = "float32";
+      if (random.one_in(2)) {  // often alike on all ranks
+        Payload words = encoded(called);
+        put_data(words, random.text());
+        return words.put(static_cast<int64_t>(seq));
+      }
+      called.op_type = static_cast<OpType>(random.below(12));
       called.reduce_op = static_cast<ReduceOp>(random.below(10));
       called.root = static_cast<int>(random.below(kRanks + 1)) - 1;
       called.count = random.below(10);
@@ -124,7 +131,9 @@ Payload sentence(uint32_t kind, uint64_t seq, uint64_t number, Random& random) {
         called.expects = sizes(random);
         called.is_uneven = true;
       }
-      return encoded(called).put(static_cast<int64_t>(seq));
+      Payload words = encoded(called);
+      put_data(words, random.one_in(2) ? std::optional(random.text()) : std::nullopt);
+      return words.put(static_cast<int64_t>(seq));
     }
     case kPosting:
       return encoded(Posted{.sends = random.one_in(2),
@@ -136,6 +145,17 @@ Payload sentence(uint32_t kind, uint64_t seq, uint64_t number, Random& random) {
     default:
       return Payload().put(random.below(5)).put(random.text()).put(random.below(5));
   }
+}
+
+// Of all ranks, as it comes with the word to go.
+Payload all_data(Random& random) {
+  std::vector<std::string> data(kRanks);
+  for (auto& of : data) {
+    of = random.text();
+  }
+  Payload words;
+  put_all_data(words, data);
+  return words;
 }
 
 std::vector<Member> members() {
@@ -164,12 +184,13 @@ uint64_t seed() {
 void a_coordinator_takes_anything() {
   Random random(seed());
   const auto began = Clock::now();
-  uint64_t taken = 0, refused = 0, told = 0;
+  uint64_t taken = 0, refused = 0, told = 0, begun = 0;
   while (is_time_left(began)) {
     const Roster roster({0, kRanks, "test"}, members());
-    Coordinator coordinator(roster, [&](int rank, Says, const Payload&) {
+    Coordinator coordinator(roster, [&](int rank, Says kind, const Payload&) {
       CHECK(rank >= 0 && rank < kRanks);
       ++told;
+      begun += kind == kGo;
     });
     std::vector<uint64_t> seq(kRanks, 1), number(kRanks, 1);
     for (int i = 0; i < 200; ++i) {
@@ -197,7 +218,7 @@ void a_coordinator_takes_anything() {
       }
     }
   }
-  CHECK(taken > 0 && refused > 0 && told > 0);
+  CHECK(taken > 0 && refused > 0 && told > 0 && begun > 0);
   std::printf("coordinator: %llu taken, %llu refused\n", static_cast<unsigned long long>(taken),
               static_cast<unsigned long long>(refused));
 }
@@ -210,9 +231,10 @@ void words_are_taken_apart_or_refused() {
     for (const auto& bytes :
          {changed(sentence(kCalling, 1, 1, random).bytes(), random),
           changed(sentence(kPosting, 1, 1, random).bytes(), random),
+          changed(all_data(random).bytes(), random),
           changed(encoded(End{ErrorKind::RankLost, {1}, "gone", kDataGrace}).bytes(), random),
           random.text()}) {
-      for (int which = 0; which < 3; ++which) {
+      for (int which = 0; which < 4; ++which) {
         Payload words(bytes);
         try {
           if (which == 0) {
@@ -221,6 +243,9 @@ void words_are_taken_apart_or_refused() {
           } else if (which == 1) {
             const auto posted = take_posted(words);
             CHECK(posted.dtype <= DType::Bytes);
+          } else if (which == 2) {
+            const auto data = take_all_data(words, kRanks);
+            CHECK(data.empty() || data.size() == kRanks);
           } else {
             const auto end = take_end(words);
             CHECK(end.kind <= ErrorKind::Closed);
