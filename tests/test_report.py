@@ -842,10 +842,14 @@ def test_times_of_algorithms_between_hosts() -> None:
     # Smaller still: no steps behind the agreement, a round trip with 64 bytes to 4 ranks elsewhere.
     assert min(small, key=small.__getitem__) == "piggyback"
     assert small["piggyback"] == pytest.approx(2 * 10e-6 + 4 * 64 / 1e9)
-    assert "piggyback" in HOSTS.times("all_reduce", 8, 512)
-    assert "piggyback" not in HOSTS.times("all_reduce", 8, 513)
+    # Rank 0 hears from each of the others before.
+    busy = dataclasses.replace(HOSTS, per_rank=1e-6).times("all_reduce", 8, 8)
+    assert all(busy[name] == pytest.approx(small[name] + 7e-6) for name in small)
+    assert "piggyback" in HOSTS.times("all_reduce", 8, 4096)
+    assert "piggyback" not in HOSTS.times("all_reduce", 8, 4097)
+    assert "piggyback" not in HOSTS.times("all_reduce", 64, 65)  # rank 0 would send 63 times 4 KiB
     # Of an all_gather the larger buffer has what all ranks give.
-    assert "piggyback" in HOSTS.times("all_gather_into_tensor", 8, 4096)
+    assert "piggyback" in HOSTS.times("all_gather_into_tensor", 8, 32768)
     # An exchange sends each byte once, whoever does it: half of it stays here.
     exchange = HOSTS.times("all_to_all_single", 8, large)
     assert exchange["flat"] == pytest.approx(4 * large / 2 / 1e9, rel=0.01)
@@ -866,6 +870,8 @@ def test_times_of_algorithms_between_hosts() -> None:
 def test_topologies_are_checked() -> None:
     with pytest.raises(ValueError, match="ranks_per_host must be 1 or more, got 0"):
         Topology(0)
+    with pytest.raises(ValueError, match="per_rank must be 0 or more, got -1"):
+        Topology(2, per_rank=-1)
     with pytest.raises(ValueError, match="algorithm must be 'flat', .* got 'star'"):
         Topology(2, algorithm="star")
 

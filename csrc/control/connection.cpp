@@ -522,6 +522,7 @@ void Connection::flush() {
 
 bool Connection::listen(size_t limit) {
   std::array<char, 4096> some;
+  has_unheard_ = false;
   for (;;) {
     const ssize_t now = ::recv(fd(), some.data(), some.size(), MSG_DONTWAIT);
     if (now > 0) {
@@ -534,7 +535,8 @@ bool Connection::listen(size_t limit) {
         return false;
       }
       if (heard_.size() > sizeof(heading) + limit) {
-        return true;  // a sentence is there; the rest waits
+        has_unheard_ = true;  // a sentence is there; the rest waits
+        return true;
       }
       continue;
     }

@@ -96,11 +96,16 @@ class Connection {
   // Takes in what has come, not much more than a sentence of at most `limit` bytes where there is
   // no end to it. False: there will be no more, or one is too long.
   bool listen(size_t limit);
+  // Whether that left something, so that there may be more without any coming.
+  bool has_unheard() const {
+    return has_unheard_;
+  }
   std::optional<Frame> next();
 
  private:
   FdOwner socket_;
   std::string unsent_, heard_;
+  bool has_unheard_ = false;
   int error_ = 0;  // what ended it
 };
 

@@ -84,6 +84,7 @@ void SignalledWork::await(std::chrono::milliseconds timeout) {
   listen();
   const auto until =
       timeout > kNoTimeout ? Clock::now() + bounded(timeout) : Clock::time_point::max();
+  help(until);
   const bool ended = own_.wait([&](auto& changed, auto& lock, const auto& is_over) {
     return wait_interruptibly(changed, lock, until, is_over);
   });

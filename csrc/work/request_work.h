@@ -103,6 +103,8 @@ class SignalledWork : public RequestWork {
 
   // Somebody wants to hear of the end: for what ends only where somebody waits.
   virtual void listen() {}
+  // Does here what brings the end nearer, until then at most: this thread waits for it.
+  virtual void help(std::chrono::steady_clock::time_point /*until*/) {}
   // Whose time it is that a caller waits; empty: it is not counted.
   virtual std::string_view timed_backend() const {
     return {};

@@ -41,11 +41,11 @@ sizes = pytest.mark.parametrize("size", SIZES)
 
 
 @contextlib.contextmanager
-def fallen_back(odd: int = 1, piggyback: int = 4096, **kwargs: Any) -> Iterator[Any]:
+def fallen_back(odd: int = 1, piggyback: int | None = None, **kwargs: Any) -> Iterator[Any]:
     """A group in which rank `odd` cannot share memory, as the default group."""
     world = dist.group.WORLD
     rank = dist.get_rank()
-    os.environ["TORCH_C10D_EXT_SHM_PIGGYBACK"] = str(piggyback)
+    os.environ["TORCH_C10D_EXT_SHM_PIGGYBACK"] = "" if piggyback is None else str(piggyback)
     if rank == min(odd, dist.get_world_size() - 1):
         os.environ["TORCH_C10D_EXT_SHM_DISABLE"] = "1"
     group = dist.new_group(backend="shm", **kwargs)
@@ -64,11 +64,11 @@ def _conforms(*fns: str) -> Any:
 
     Once with little data that travels with the calls, and once with all of it by gloo.
     """
-    _conforms_with(4096, *fns)
+    _conforms_with(None, *fns)
     return _conforms_with(0, *fns)
 
 
-def _conforms_with(piggyback: int, *fns: str) -> Any:
+def _conforms_with(piggyback: int | None, *fns: str) -> Any:
     report = None
     with fallen_back(piggyback=piggyback) as group:
         backend = group._get_backend(CPU)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.backends.test_checked import fallen_back
 from tests.harness import run
-from torch_c10d_ext import _backends, functional
+from torch_c10d_ext import _C, _backends, functional
 from torch_c10d_ext.errors import CollectiveMismatch
 
 CPU = torch.device("cpu")
@@ -25,9 +25,10 @@ def _moved(group: Any) -> int:
     return int(group._get_backend(CPU).inner._get_sequence_number_for_group())
 
 
-def _travels(most: int) -> None:
+def _travels(given: int | None) -> None:
     rank, n = dist.get_rank(), dist.get_world_size()
-    with fallen_back(piggyback=most) as group:
+    most = _C.usual_piggyback(n) if given is None else given
+    with fallen_back(piggyback=given) as group:
         fits = most // n // 4  # elements of float32 on each rank
         before = _moved(group)
         for count in (1, fits):
@@ -48,9 +49,14 @@ def _travels(most: int) -> None:
         assert _moved(group) == before + 1
 
 
-@pytest.mark.parametrize(("size", "most"), [(2, 4096), (3, 4096), (2, 65536)])
-def test_little_data_travels_with_the_calls(size: int, most: int) -> None:
-    run(size, _travels, most, backend="gloo")
+@pytest.mark.parametrize(("size", "given"), [(2, 4096), (3, None), (2, 65536)])
+def test_little_data_travels_with_the_calls(size: int, given: int | None) -> None:
+    run(size, _travels, given, backend="gloo")
+
+
+def test_what_is_little_is_less_where_ranks_are_many() -> None:
+    assert _backends.piggyback_bytes({}) is None
+    assert [_C.usual_piggyback(n) for n in (1, 2, 8, 64, 4096)] == [32768, 32768, 32768, 4096, 64]
 
 
 def _one_rank_has_more() -> None:
@@ -58,7 +64,7 @@ def _one_rank_has_more() -> None:
     rank, n = dist.get_rank(), dist.get_world_size()
     with fallen_back() as group:
         before = _moved(group)
-        rows = [1 if q else 4096 for q in range(n)]
+        rows = [1 if q else 8192 for q in range(n)]
         given = [rows[rank]] * n
         x = torch.full((sum(given),), float(rank))
         parts = functional.all_to_all_single(x, rows, given, group) + 0
@@ -116,16 +122,16 @@ def test_how_data_travels_does_not_show_in_bits() -> None:
 
 def _settings_differ() -> None:
     rank = dist.get_rank()
-    with fallen_back(piggyback=(0, 4096)[rank]) as group:
+    with fallen_back(piggyback=(0, None)[rank]) as group:
         with pytest.raises(CollectiveMismatch, match=r"with TORCH_C10D_EXT_SHM_PIGGYBACK=0") as e:
             dist.all_reduce(torch.ones(2), group=group)
         assert e.value.ranks == [1]
         # What is not reduced, or not little, is alike whatever is set.
         y = torch.full((3,), float(rank))
         dist.broadcast(y, 1, group=group)
-        large = torch.ones(4096)
+        large = torch.ones(8192)
         dist.all_reduce(large, group=group)
-        assert torch.equal(y, torch.ones(3)) and torch.equal(large, torch.full((4096,), 2.0))
+        assert torch.equal(y, torch.ones(3)) and torch.equal(large, torch.full((8192,), 2.0))
 
 
 def test_settings_that_differ_are_told() -> None:

@@ -97,6 +97,10 @@ class Hosts:
         self._started.append(process)
         return process
 
+    def first_process(self, host: int) -> int:
+        """The number, on this machine, of a process that is there as long as a host is."""
+        return self._inits[host]
+
     def signal(self, process: subprocess.Popen[bytes], number: signal.Signals) -> None:
         """To the process that was started on a host."""
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()

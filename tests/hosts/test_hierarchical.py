@@ -175,8 +175,8 @@ def test_large_tensors_travel_in_parts(hosts: str) -> None:
 
 
 @contextlib.contextmanager
-def _another_default(odd: int = 1, piggyback: int = 4096, **kwargs: Any) -> Iterator[Any]:
-    os.environ["TORCH_C10D_EXT_SHM_PIGGYBACK"] = str(piggyback)
+def _another_default(odd: int = 1, piggyback: int | None = None, **kwargs: Any) -> Iterator[Any]:
+    os.environ["TORCH_C10D_EXT_SHM_PIGGYBACK"] = "" if piggyback is None else str(piggyback)
     world, group = dist.group.WORLD, dist.new_group(backend="shm", **kwargs)
     _is_hierarchical(group)
     c10d._update_default_pg(group)

@@ -242,6 +242,92 @@ void little_data_travels_with_the_calls() {
   CHECK(much.failure().kind == Kind::RankLost);
 }
 
+void who_waits_takes_in_what_comes() {
+  constexpr int kSize = 3, kCallers = 2;
+  constexpr uint64_t kCalls = 300;
+  Ranks ranks(kSize);
+  // By number: what each rank received.
+  std::mutex mutex;
+  std::map<uint64_t, std::vector<std::vector<std::string>>> received;
+  std::vector<std::thread> callers;
+  for (int caller = 0; caller < kSize * kCallers; ++caller) {
+    callers.emplace_back([&, rank = caller % kSize, caller] {
+      for (uint64_t i = 0; i < kCalls; ++i) {
+        Call call;
+        const auto data = std::to_string(caller) + " says " + std::to_string(i);
+        ranks[rank].call(call.operation(summed(6), data));
+        // Of two callers one may find the other at it.
+        ranks[rank].help([&] { return call.has_begun(); }, Clock::now() + kLong);
+        const auto seq = call.begun();
+        ranks[rank].done(seq);
+        const std::lock_guard lock(mutex);
+        received[seq].push_back(call.received());
+      }
+    });
+  }
+  for (auto& caller : callers) {
+    caller.join();
+  }
+  CHECK(received.size() == kCallers * kCalls);
+  for (const auto& [seq, of] : received) {
+    CHECK(of.size() == kSize && of[0].size() == kSize && of[0] == of[1] && of[0] == of[2]);
+  }
+}
+
+void who_waits_no_longer_leaves_it_to_the_thread() {
+  Ranks ranks(3);
+  for (const int waits : {0, 1}) {
+    std::vector<Call> calls(3);
+    const auto call = [&](int rank) {
+      ranks[rank].call(calls[static_cast<size_t>(rank)].operation(summed(6), kLong));
+    };
+    call(waits);
+    const auto& own = calls[static_cast<size_t>(waits)];
+    const auto begun = Clock::now();
+    CHECK(ranks[waits].help([] { return false; }, begun + 150ms));
+    CHECK(Clock::now() - begun >= 150ms && !Call(own).has_begun());
+    for (int rank = 0; rank < 3; ++rank) {
+      if (rank != waits) {
+        call(rank);
+      }
+    }
+    for (int rank = 0; rank < 3; ++rank) {
+      ranks[rank].done(calls[static_cast<size_t>(rank)].begun());
+    }
+  }
+}
+
+void who_waits_hears_that_it_is_late_or_over() {
+  Ranks ranks(3);
+  // Of two in which rank 2 does not take part one is late while somebody waits, and ends the group.
+  Call late, other;
+  ranks[1].call(late.operation(summed(6), 300ms));
+  ranks[0].call(other.operation(summed(6), kLong));
+  std::thread waits([&] {
+    ranks[0].help([&] { return other.has_failed(); }, Clock::now() + kLong);
+    CHECK(other.has_failed());
+  });
+  CHECK(ranks[1].help([&] { return late.has_failed(); }, Clock::now() + kLong));
+  waits.join();
+  for (auto* call : {&late, &other}) {
+    CHECK(call->failure().kind == Kind::Timeout && call->failure().ranks == std::vector<int>{2});
+  }
+  // A group that another thread leaves.
+  Ranks left(2);
+  for (const int rank : {1, 0}) {
+    Call waiting;
+    left[rank].call(waiting.operation(summed(6), kLong));
+    std::thread leaves([&] {
+      std::this_thread::sleep_for(100ms);
+      left[rank].leave(0ms);
+    });
+    left[rank].help([&] { return waiting.has_failed(); }, Clock::now() + kLong);
+    leaves.join();
+    CHECK(waiting.has_failed());
+    CHECK(!left[rank].help([] { return false; }, Clock::now() + kLong));
+  }
+}
+
 // One end of a message and what became of it.
 class End {
  public:
@@ -899,6 +985,9 @@ const std::vector<Test> kTests = {
     TEST(nothing_begins_before_all_have_called),
     TEST(ranks_that_send_different_numbers_of_tensors_end_the_group),
     TEST(little_data_travels_with_the_calls),
+    TEST(who_waits_takes_in_what_comes),
+    TEST(who_waits_no_longer_leaves_it_to_the_thread),
+    TEST(who_waits_hears_that_it_is_late_or_over),
     TEST(ranks_that_disagree_all_hear_of_it),
     TEST(uneven_parts_fit_where_their_sizes_do),
     TEST(who_does_not_come_is_named),

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from torch_c10d_ext import _C
 from torch_c10d_ext._op_info import Pattern, traffic_of
 from torch_c10d_ext.report._costs import Link
 
 # The parts of a large collective that are in different steps at once, as the backend has them.
 _PART, _PARTS = 1 << 20, 8
-# The bytes of all ranks together that travel with the calls, as it is by default.
-_PIGGYBACK = 4096
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class Topology:
     between them, in up to 8 parts at once. ``"leaders"`` has one rank of each host between them.
     ``"whole"`` is an all_reduce inside and then one of everything on every rail. Before each of
     these the ranks agree at rank 0, a round trip. ``"piggyback"`` is that round trip alone, with
-    which up to 4 KiB of all ranks travel to all of them.
+    which up to 32 KiB of all ranks travel to all of them.
 
     Args:
         ranks_per_host: as many on every host; the last one may have fewer.
@@ -35,6 +34,7 @@ class Topology:
         algorithm: ``"flat"``, ``"rails"``, ``"leaders"``, ``"whole"`` or ``"piggyback"``; none: the
             fastest.
         shared: as :attr:`Link.shared`.
+        per_rank: seconds that rank 0 takes for each other rank of an agreement.
     """
 
     ranks_per_host: int
@@ -42,8 +42,11 @@ class Topology:
     between: Link = Link()
     algorithm: str | None = None
     shared: str = ""
+    per_rank: float = 0.0
 
     def __post_init__(self) -> None:
+        if not self.per_rank >= 0:
+            raise ValueError(f"Topology: per_rank must be 0 or more, got {self.per_rank}")
         if self.ranks_per_host < 1:
             raise ValueError(
                 f"Topology: ranks_per_host must be 1 or more, got {self.ranks_per_host}"
@@ -88,10 +91,10 @@ class Topology:
             flat = across
         else:
             flat = traffic.wire_of_larger(ranks, size)
-        agreement = 2 * far.latency
+        agreement = 2 * far.latency + (ranks - 1) * self.per_rank
         times = {"flat": agreement + far.seconds(op, ranks, flat)}
         data = ranks * traffic.pattern.buffers(ranks, size)[0]
-        if traffic.pattern is not Pattern.MESSAGE and data <= _PIGGYBACK:
+        if traffic.pattern is not Pattern.MESSAGE and data <= _C.usual_piggyback(ranks):
             # Rank 0 sends it to each rank on another host.
             times["piggyback"] = agreement + (ranks - here) * data / far.bandwidth
         if here == 1 or traffic.pattern is Pattern.MESSAGE:

@@ -1,4 +1,5 @@
-// A thread per rank and group talks over the lines. Rank 0's is also the coordinator's.
+// A thread per rank and group talks over the lines. Rank 0's is also the coordinator's. Callers
+// spare it: they say themselves what they call, and one who waits takes in what comes.
 
 #include "backends/checked/agreement.h"
 
@@ -30,6 +31,39 @@ using Kind = ErrorKind;
 constexpr Milliseconds kVerdict{2000};
 
 thread_local bool agreeing_here = false;
+
+// While it lives, this thread does an agreement's work.
+class Here {
+ public:
+  Here() {
+    agreeing_here = true;
+  }
+  ~Here() {
+    agreeing_here = false;
+  }
+  Here(const Here&) = delete;
+  Here& operator=(const Here&) = delete;
+};
+
+// Of one caller at a time.
+class HelpersSeat {
+ public:
+  explicit HelpersSeat(std::atomic<bool>& taken) : seat_(taken.exchange(true) ? nullptr : &taken) {}
+  ~HelpersSeat() {
+    if (seat_ != nullptr) {
+      *seat_ = false;
+    }
+  }
+  HelpersSeat(const HelpersSeat&) = delete;
+  HelpersSeat& operator=(const HelpersSeat&) = delete;
+
+  explicit operator bool() const {
+    return seat_ != nullptr;
+  }
+
+ private:
+  std::atomic<bool>* const seat_;
+};
 
 // The agreements of this process that go on for other ranks after rank 0, which it is, has left.
 class Service {
@@ -64,7 +98,7 @@ class Service {
     until_ = Clock::now() + grace;
     const std::lock_guard lock(mutex_);
     for (const auto* star : stars_) {
-      star->wake();
+      star->wake(Star::Waiter::Thread);
     }
   }
   bool goes_on(Milliseconds within) {
@@ -90,24 +124,140 @@ class Service {
   std::vector<const Star*> stars_;
 };
 
+// What a rank does for the agreement: by one thread at a time.
+class Duties final : private Star::Listener {
+ public:
+  // `roster` and `calls` outlive this.
+  Duties(const Roster& roster, OpenCalls& calls, std::vector<Connection> lines,
+         std::vector<FdOwner> death_sockets)
+      : calls_(calls),
+        star_(roster, *this, std::move(lines), std::move(death_sockets)),
+        participant_(
+            roster, calls, [this](Says kind, Payload words) { say(kind, std::move(words)); },
+            [this] { star_.wake(); }) {
+    if (roster.place().rank == 0) {
+      coordinator_.emplace(
+          roster, [this](int rank, Says kind, const Payload& words) { tell(rank, kind, words); });
+    }
+  }
+
+  // For what other threads may do: wait and wake.
+  const Star& star() const {
+    return star_;
+  }
+
+  // A caller waits in the thread's place, and wants to know when what it waits for may be over.
+  void set_helped(bool helped) {
+    helped_ = helped;
+  }
+
+  // Takes in what has come, and does what follows. When something is late.
+  Clock::time_point work(const Star::Ready& ready) {
+    star_.take_in(ready);
+    participant_.tell_news();
+    star_.beat();
+    const auto now = Clock::now();
+    participant_.look(now);
+    if (coordinator_) {
+      coordinator_->look(now);
+    }
+    settle();
+    return next_look();
+  }
+
+  // Says what there is to say, and does what follows at once. When something is late.
+  Clock::time_point tell_news() {
+    participant_.tell_news();
+    if (coordinator_) {
+      settle();  // it may have been the last call
+    }
+    return next_look();
+  }
+
+  Clock::time_point next_look() const {
+    return std::min({coordinator_ ? coordinator_->next_look() : OpenCalls::kNever,
+                     calls_.next_late(), star_.next_beat()});
+  }
+
+  // Leaves the group, on the thread.
+  void say_goodbye() {
+    if (!coordinator_) {
+      star_.leave();
+    }
+    for (auto& failed : calls_.close()) {
+      failed.call.fail(failed.failure);
+    }
+    star_.wake(Star::Waiter::Caller);
+    if (coordinator_) {
+      Service::of_this_process().add(&star_);
+    }
+    calls_.set_left();
+    if (coordinator_) {
+      serve();
+      star_.leave();
+      Service::of_this_process().remove(&star_);
+    }
+    star_.linger(kVerdict);
+  }
+
+ private:
+  void settle() {
+    participant_.settle();
+    if (helped_) {
+      star_.wake(Star::Waiter::Caller);
+    }
+  }
+
+  void hear(int rank, uint32_t kind, Payload& words) override {
+    coordinator_ ? coordinator_->hear(rank, kind, words) : participant_.obey(kind, words);
+  }
+
+  void lose(const std::vector<int>& ranks, const std::string& how) override {
+    coordinator_ ? coordinator_->lose(ranks, how) : participant_.lose_root(how);
+  }
+
+  // To rank 0, which may be this one.
+  void say(Says kind, Payload words) {
+    coordinator_ ? coordinator_->hear(0, kind, words) : star_.say(0, kind, words);
+  }
+
+  // As the coordinator. To a rank, which may be this one.
+  void tell(int rank, Says kind, Payload words) {
+    rank == 0 ? participant_.obey(kind, words) : star_.say(rank, kind, words);
+  }
+
+  // Collectives fail from here on, but others may have messages among themselves.
+  void serve() {
+    auto& service = Service::of_this_process();
+    Payload nothing;
+    coordinator_->hear(0, kLeaving, nothing);
+    while (!coordinator_->is_alone() && !service.ends_at_once() &&
+           (Clock::now() < service.until() || coordinator_->has_messages())) {
+      const auto until = service.until() > Clock::now() ? service.until() : OpenCalls::kNever;
+      star_.take_in(star_.wait(Star::Waiter::Thread,
+                               std::min({coordinator_->next_look(), star_.next_beat(), until})));
+      star_.beat();
+      coordinator_->look(Clock::now());
+    }
+  }
+
+  OpenCalls& calls_;
+  Star star_;
+  Participant participant_;
+  std::optional<Coordinator> coordinator_;  // rank 0's
+  bool helped_ = false;
+};
+
 }  // namespace
 
-// The thread of a rank, which listens and decides, and what other threads ask of it.
-class Agreement::Impl : public std::enable_shared_from_this<Impl>, private Star::Listener {
+// The thread of a rank, which listens and decides, and what other threads ask of it, or do for it.
+class Agreement::Impl : public std::enable_shared_from_this<Impl> {
  public:
   Impl(Connections star, Place place)
       : roster_(std::move(place), std::move(star.members)),
         calls_(roster_, kVerdict),
         generation_(fork_generation()),
-        star_(roster_, *this, std::move(star.lines), std::move(star.death_sockets)),
-        participant_(
-            roster_, calls_, [this](Says kind, Payload words) { say(kind, std::move(words)); },
-            [this] { star_.wake(); }) {
-    if (roster_.place().rank == 0) {
-      coordinator_.emplace(
-          roster_, [this](int rank, Says kind, const Payload& words) { tell(rank, kind, words); });
-    }
-  }
+        duties_(roster_, calls_, std::move(star.lines), std::move(star.death_sockets)) {}
 
   void start() {
     thread_ = signal_masked_thread("c10d_ext_agree", [self = shared_from_this()] { self->run(); });
@@ -145,9 +295,31 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl>, private Star:
     return calls_.has_collectives();
   }
 
+  bool help(const std::function<bool()>& is_over, Clock::time_point until) {
+    if (agreeing_here || is_foreign()) {
+      return false;
+    }
+    const HelpersSeat seat(has_helper_);
+    if (!seat) {
+      return false;
+    }
+    Star::Ready ready;
+    std::optional<Clock::time_point> next;
+    for (;;) {
+      // Whatever woke this one has woken nobody else.
+      next = help_once(ready);
+      if (!next || is_over() || Clock::now() >= until) {
+        break;
+      }
+      ready = duties_.star().wait(Star::Waiter::Caller, std::min(until, *next));
+    }
+    stop_helping();
+    return next.has_value();
+  }
+
   void done(uint64_t seq) {
     if (calls_.done(seq)) {
-      star_.wake();
+      duties_.star().wake();
     }
   }
 
@@ -169,7 +341,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl>, private Star:
       return {};
     }
     calls_.expect_answer({question, number});
-    star_.wake();
+    duties_.star().wake();
     const auto who = calls_.answer({question, number}, within);
     return who ? std::pair(who->ranks, who->text) : std::pair<std::vector<int>, std::string>();
   }
@@ -222,7 +394,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl>, private Star:
       thread_.detach();
     }
     calls_.leave(can_wait ? std::optional(grace) : std::nullopt);
-    star_.wake();
+    duties_.star().wake(Star::Waiter::Thread);
     if (can_wait) {
       calls_.wait_until_left();
     }
@@ -241,93 +413,80 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl>, private Star:
     auto [seq, failed] = calls_.enter(kind, std::move(words), std::move(call));
     if (failed) {
       failed->call.fail(failed->failure);
-    } else {
-      star_.wake();
+    } else if (!tell_here()) {
+      duties_.star().wake();
     }
     return seq;
   }
 
+  // Says what there is to say on this thread, where no other is at it. False: one has to come
+  // round.
+  bool tell_here() {
+    if (agreeing_here) {
+      return false;
+    }
+    const std::unique_lock lock(work_mutex_, std::try_to_lock);
+    if (!lock || calls_.is_leaving()) {
+      return false;
+    }
+    const Here here;
+    wake_thread_by(duties_.tell_news());
+    return true;
+  }
+
+  // One round of a caller's. When something is late; none where the group is being left.
+  std::optional<Clock::time_point> help_once(const Star::Ready& ready) {
+    const std::lock_guard lock(work_mutex_);
+    duties_.set_helped(false);
+    if (calls_.is_leaving()) {
+      return std::nullopt;
+    }
+    const Here here;
+    const auto next = duties_.work(ready);
+    duties_.set_helped(true);
+    return next;
+  }
+
+  void stop_helping() {
+    const std::lock_guard lock(work_mutex_);
+    duties_.set_helped(false);
+    if (!calls_.is_leaving()) {
+      wake_thread_by(duties_.next_look());
+    }
+  }
+
+  // Under work_mutex_. The thread may sleep for longer.
+  void wake_thread_by(Clock::time_point next) {
+    if (next < thread_wakes_at_) {
+      duties_.star().wake(Star::Waiter::Thread);
+    }
+  }
+
   void bring(OpenCalls::News news) {
     calls_.add_news(std::move(news));
-    star_.wake();
+    duties_.star().wake();
   }
 
   // --- The thread -------------------------------------------------------------------------------
 
   void run() {
-    agreeing_here = true;
+    auto until = Clock::now();
     while (!calls_.is_leaving()) {
-      if (!star_.listen(next_look())) {
-        continue;
-      }
-      participant_.tell_news();
-      star_.beat();
-      const auto now = Clock::now();
-      participant_.look(now);
-      if (coordinator_) {
-        coordinator_->look(now);
-      }
-      participant_.settle();
+      const auto ready = duties_.star().wait(Star::Waiter::Thread, until);
+      const std::lock_guard lock(work_mutex_);
+      const Here here;
+      until = thread_wakes_at_ = duties_.work(ready);
     }
     say_goodbye();
   }
 
-  // When something is late.
-  Clock::time_point next_look() const {
-    return std::min({coordinator_ ? coordinator_->next_look() : OpenCalls::kNever,
-                     calls_.next_late(), star_.next_beat()});
-  }
-
-  void hear(int rank, uint32_t kind, Payload& words) override {
-    coordinator_ ? coordinator_->hear(rank, kind, words) : participant_.obey(kind, words);
-  }
-
-  void lose(const std::vector<int>& ranks, const std::string& how) override {
-    coordinator_ ? coordinator_->lose(ranks, how) : participant_.lose_root(how);
-  }
-
-  // To rank 0, which may be this one.
-  void say(Says kind, Payload words) {
-    coordinator_ ? coordinator_->hear(0, kind, words) : star_.say(0, kind, words);
-  }
-
-  // As the coordinator. To a rank, which may be this one.
-  void tell(int rank, Says kind, Payload words) {
-    rank == 0 ? participant_.obey(kind, words) : star_.say(rank, kind, words);
-  }
-
+  // The thread's alone, once the group is being left.
   void say_goodbye() {
-    if (!coordinator_) {
-      star_.leave();
+    const Here here;
+    {
+      const std::lock_guard lock(work_mutex_);  // until callers, too, know of it
     }
-    for (auto& failed : calls_.close()) {
-      failed.call.fail(failed.failure);
-    }
-    if (coordinator_) {
-      Service::of_this_process().add(&star_);
-    }
-    calls_.set_left();
-    if (coordinator_) {
-      serve();
-      star_.leave();
-      Service::of_this_process().remove(&star_);
-    }
-    star_.linger(kVerdict);
-  }
-
-  // Collectives fail from here on, but others may have messages among themselves.
-  void serve() {
-    auto& service = Service::of_this_process();
-    Payload nothing;
-    coordinator_->hear(0, kLeaving, nothing);
-    while (!coordinator_->is_alone() && !service.ends_at_once() &&
-           (Clock::now() < service.until() || coordinator_->has_messages())) {
-      const auto until = service.until() > Clock::now() ? service.until() : OpenCalls::kNever;
-      if (star_.listen(std::min({coordinator_->next_look(), star_.next_beat(), until}))) {
-        star_.beat();
-        coordinator_->look(Clock::now());
-      }
-    }
+    duties_.say_goodbye();
   }
 
   const Roster roster_;
@@ -336,10 +495,13 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl>, private Star:
   std::mutex thread_mutex_;
   std::thread thread_;  // detached by the first to leave
 
-  // The thread's own from here on, but for Star::wake().
-  Star star_;
-  Participant participant_;
-  std::optional<Coordinator> coordinator_;  // rank 0's
+  // A caller waits in the thread's place.
+  std::atomic<bool> has_helper_{false};
+
+  // Guards all that follows, but for waits and wakes. Locked by who does the agreement's work.
+  std::mutex work_mutex_;
+  Duties duties_;
+  Clock::time_point thread_wakes_at_{OpenCalls::kNever};
 };
 
 std::unique_ptr<Agreement> Agreement::join(const KeyValueStore& store, const Place& place,
@@ -403,6 +565,11 @@ std::pair<std::vector<int>, std::string> Agreement::awaited(uint64_t seq, Millis
 std::pair<std::vector<int>, std::string> Agreement::awaited_by_message(uint64_t number,
                                                                        Milliseconds within) {
   return impl_->awaited(kAskingOfMessage, number, within);
+}
+
+bool Agreement::help(const std::function<bool()>& is_over,
+                     std::chrono::steady_clock::time_point until) {
+  return impl_->help(is_over, until);
 }
 
 void Agreement::done(uint64_t seq) {

@@ -24,8 +24,8 @@ class Agreement {
  public:
   using Milliseconds = std::chrono::milliseconds;
 
-  // Both functions are called on a thread of the agreement's; `fail` on the caller's where the
-  // group is of no more use.
+  // Both functions are called where the agreement's work is done, on a thread of its own or one
+  // that waits; `fail` on the caller's where the group is of no more use.
   struct Operation {
     std::string op;  // as the caller calls it
     Fingerprint called;
@@ -79,6 +79,10 @@ class Agreement {
   // Its number among this rank's messages; the first is 1. What became of it after its begin() is
   // nobody's business here.
   uint64_t post(Message message);
+  // For who waits for a collective to begin, and has nothing else to do: until it `is_over`,
+  // `until` at most, what comes is taken in here, and not by the agreement's thread, which would
+  // have to wake this one. False: there is nobody to be spared, as another caller does so.
+  bool help(const std::function<bool()>& is_over, std::chrono::steady_clock::time_point until);
   // The data of number `seq` is there.
   void done(uint64_t seq);
   // Its exchange broke off: it fails once it is known why.
@@ -97,7 +101,7 @@ class Agreement {
   bool has_abandoned() const;
   // Whether this is a fork of the process that joined.
   bool is_foreign() const;
-  // Whether this is an agreement's thread, on which nothing may wait.
+  // Whether this thread does an agreement's work, and may not wait.
   static bool is_here();
   // Ends the group on all ranks.
   void abort();

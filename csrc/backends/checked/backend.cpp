@@ -108,8 +108,9 @@ c10::intrusive_ptr<c10d::Backend::Options> inner_options(c10d::Backend& inner,
 
 CheckedBackend::CheckedBackend(c10::intrusive_ptr<c10d::Backend> inner,
                                c10::intrusive_ptr<c10d::Store> store, const Options& options,
-                               GlobalRanks global_ranks, int strict, size_t piggyback,
-                               Connect connect, const std::string& counted_as)
+                               GlobalRanks global_ranks, int strict,
+                               std::optional<size_t> piggyback, Connect connect,
+                               const std::string& counted_as)
     : RequestBackend(inner->getRank(), inner->getSize(), options, std::move(store),
                      std::move(global_ranks), group_),
       strict_(strict),
@@ -117,8 +118,10 @@ CheckedBackend::CheckedBackend(c10::intrusive_ptr<c10d::Backend> inner,
       inner_(std::move(inner)),
       inner_can_(capabilities_inside(*inner_)),
       little_can_(capabilities_for_little(inner_can_)),
-      piggyback_(inner_can_.methods.has(Method::AllToAllSingle) ? std::min(piggyback, kMostData)
-                                                                : 0),
+      piggyback_given_(piggyback),
+      piggyback_(inner_can_.methods.has(Method::AllToAllSingle)
+                     ? std::min(piggyback.value_or(usual_piggyback(size_)), kMostData)
+                     : 0),
       can_(capabilities_outside(inner_can_)),
       inner_info_{counted_as.empty() ? inner_->getBackendName() : counted_as,
                   inner_can_.futures == Capabilities::Futures::Always},
@@ -184,10 +187,7 @@ AgreedCall CheckedBackend::agreed_call(string_view op, Milliseconds timeout, Fin
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   AgreedCall call{op, std::move(called), timeout, {}, is_quick(*kept)};
   const bool is_little = reduces_little(*kept, group_, piggyback_);
-  if (piggyback_ != kUsualPiggyback &&
-      reduces_little(*kept, group_, std::max(piggyback_, kUsualPiggyback))) {
-    call.called.manner = c10::str(" with TORCH_C10D_EXT_SHM_PIGGYBACK=", piggyback_);
-  }
+  call.called.manner = manner_of(*kept, group_, piggyback_);
   call.begin = [kept, adapter = inner(op, timeout, is_little)] {
     return lowering::start(adapter, *kept);
   };
@@ -364,7 +364,7 @@ c10::intrusive_ptr<c10d::Backend> CheckedBackend::checked(
   Options options(options_.backend, timeout);
   options.group_name = name;
   return c10::make_intrusive<CheckedBackend>(std::move(inner), store, options,
-                                             std::move(global_ranks), strict_, piggyback_);
+                                             std::move(global_ranks), strict_, piggyback_given_);
 }
 
 void CheckedBackend::setTimeout(Milliseconds timeout) {
@@ -427,7 +427,7 @@ void bind_checked(pybind11::module_& m) {
                        c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds timeout,
                        const std::string& group_name, const GlobalRanks& global_ranks, int strict,
                        const std::string& name, const py::object& connect,
-                       const std::string& counted_as, size_t piggyback) {
+                       const std::string& counted_as, std::optional<size_t> piggyback) {
              c10d::Backend::Options options(name, timeout);
              options.group_name = group_name;
              auto connect_part = connect_by(connect);
@@ -439,9 +439,10 @@ void bind_checked(pybind11::module_& m) {
            py::arg("inner"), py::arg("store"), py::arg("timeout"), py::arg("group_name"),
            py::arg("global_ranks"), py::arg("strict"), py::arg("name"),
            py::arg("connect") = py::none(), py::arg("counted_as") = "",
-           py::arg("piggyback") = kUsualPiggyback)
+           py::arg("piggyback") = py::none())
       .def_property_readonly("inner", &CheckedBackend::inner_backend,
                              "The backend that does the work.");
+  m.def("usual_piggyback", &usual_piggyback, py::arg("ranks"));
   m.def("close_checked_groups", &CheckedBackend::close_all, py::arg("grace"),
         py::call_guard<py::gil_scoped_release>());
 }

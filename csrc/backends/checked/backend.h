@@ -47,12 +47,14 @@ class CheckedBackend final : public RequestBackend {
 
   // Collective: meets the other ranks.
   // `strict`: 1: shapes must agree, and not only sizes; 2: and the lines that call. `piggyback`: so
-  // many bytes of all ranks together travel with the calls. `connect`: makes the backends of groups
-  // that are split off, merged or shrunk; none: what the inner backend makes of itself is checked,
-  // too. `counted_as`: the inner backend's name in profilers, as far as it is another one.
+  // many bytes of all ranks together travel with the calls; none: as is usual. `connect`: makes the
+  // backends of groups that are split off, merged or shrunk; none: what the inner backend makes of
+  // itself is checked, too. `counted_as`: the inner backend's name in profilers, as far as it is
+  // another one.
   CheckedBackend(c10::intrusive_ptr<c10d::Backend> inner, c10::intrusive_ptr<c10d::Store> store,
-                 const Options& options, GlobalRanks global_ranks, int strict, size_t piggyback,
-                 Connect connect = {}, const std::string& counted_as = {});
+                 const Options& options, GlobalRanks global_ranks, int strict,
+                 std::optional<size_t> piggyback, Connect connect = {},
+                 const std::string& counted_as = {});
   ~CheckedBackend() override;
 
   void post(const Group& group, const CollectiveRequest& request) override;
@@ -119,6 +121,7 @@ class CheckedBackend final : public RequestBackend {
   const Connect connect_;
   c10::intrusive_ptr<c10d::Backend> inner_;
   const Capabilities inner_can_, little_can_;
+  const std::optional<size_t> piggyback_given_;
   const size_t piggyback_;
   const Capabilities can_;
   const Inner inner_info_;

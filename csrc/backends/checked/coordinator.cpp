@@ -257,12 +257,21 @@ void Coordinator::answer(const Question& question) {
     return;
   }
   auto ranks = progress_.suspects(seq);
+  const auto is_stuck = [&](int rank) {
+    const auto state = state_of(rank);
+    return state == "stopped" || state == "silent";
+  };
   if (question.kind == kLate) {
     if (seq > progress_.agreed()) {
+      const auto behind = ranks;
+      // Those that are well may wait for what the others owe them.
+      if (std::any_of(ranks.begin(), ranks.end(), is_stuck)) {
+        std::erase_if(ranks, [&](int rank) { return !is_stuck(rank); });
+      }
       std::ostringstream text;
       text << "the collective " << seq << " must be done within " << question.why
            << ", got no answer from " << roster_.describe(ranks, state_of);
-      for (const int rank : ranks) {
+      for (const int rank : behind) {
         const uint64_t at = progress_.at(rank);
         text << "; rank " << rank << " is "
              << (at == 0 ? "before its first collective" : "at collective " + std::to_string(at));
@@ -272,10 +281,7 @@ void Coordinator::answer(const Question& question) {
   } else if (progress_.has_lost_some()) {
     end_for_all(progress_.lost());
   } else {
-    std::erase_if(ranks, [&](int rank) {
-      const auto state = state_of(rank);
-      return state != "stopped" && state != "silent";
-    });
+    std::erase_if(ranks, [&](int rank) { return !is_stuck(rank); });
     std::ostringstream text;
     text << "the data of collective " << seq << " must arrive, got " << question.why;
     if (!ranks.empty()) {

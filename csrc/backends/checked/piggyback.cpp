@@ -1,5 +1,6 @@
 #include "backends/checked/piggyback.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -135,6 +136,14 @@ size_t bytes_of_all(at::TensorList tensors) {
 bool reduces_little(const HeldRequest& request, const Group& group, size_t most) {
   return request.reduction && request.type != OpType::SparseAllReduce &&
          bytes_of_all(request.sources) * static_cast<size_t>(group.size()) <= most;
+}
+
+std::string manner_of(const HeldRequest& request, const Group& group, size_t most) {
+  const size_t usual = usual_piggyback(static_cast<size_t>(group.size()));
+  if (most == usual || !reduces_little(request, group, std::max(most, usual))) {
+    return {};
+  }
+  return " with TORCH_C10D_EXT_SHM_PIGGYBACK=" + std::to_string(most);
 }
 
 Capabilities capabilities_for_little(Capabilities inner) {

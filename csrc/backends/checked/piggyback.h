@@ -3,6 +3,7 @@
 // Collectives of little data, which travels with the calls that ranks agree on (piggybacking): one
 // round trip to rank 0 is all they take.
 
+#include <algorithm>
 #include <cstddef>
 #include <functional>
 #include <optional>
@@ -23,13 +24,20 @@ struct Piggyback {
   std::function<void(const std::vector<std::string>& data)> receive;
 };
 
-// What is little, unless the user says otherwise.
-constexpr size_t kUsualPiggyback = 4096;
+// What is little, in bytes of all ranks together, unless the user says otherwise. Rank 0 sends as
+// much to each rank: what that is together is bounded, too.
+constexpr size_t usual_piggyback(size_t ranks) {
+  constexpr size_t kMost = size_t{32} << 10, kMostSent = size_t{256} << 10;
+  return std::min(kMost, kMostSent / ranks);
+}
 
 // Whether values are reduced that are little: `most` bytes of all ranks together at most. The same
 // on all ranks. Whatever moves them, they are reduced in the order of ranks, on each rank, so that
 // results do not depend on whether they could travel with the calls.
 bool reduces_little(const HeldRequest& request, const Group& group, size_t most);
+// What ranks must agree on where that is other than usual: on this rank it may be little, or on one
+// with the usual setting.
+std::string manner_of(const HeldRequest& request, const Group& group, size_t most);
 // How `inner` is used for those: as piggyback_of() does without it.
 Capabilities capabilities_for_little(Capabilities inner);
 

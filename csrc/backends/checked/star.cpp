@@ -1,14 +1,18 @@
 #include "backends/checked/star.h"
 
-#include <fcntl.h>
 #include <poll.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <stdexcept>
 #include <utility>
+
+#include "control/handshake.h"
 
 namespace c10d_ext {
 
@@ -19,7 +23,7 @@ using Milliseconds = std::chrono::milliseconds;
 
 constexpr size_t kLongest = size_t{1} << 26;
 
-// For poll(); -1: for ever.
+// For epoll_wait(); -1: for ever.
 int milliseconds_until(Clock::time_point time) {
   if (time == Clock::time_point::max()) {
     return -1;
@@ -37,68 +41,161 @@ std::vector<bool> far_ones(const std::vector<Connection>& lines, const Roster& r
   return is_far;
 }
 
+FdOwner opened(int fd, const ForkGuard& guard) {
+  if (fd < 0) {
+    throw std::runtime_error("cannot watch connections: " + error_text(errno));
+  }
+  return FdOwner(fd, guard);
+}
+
+FdOwner new_event() {
+  const ForkGuard guard;
+  return opened(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), guard);
+}
+
+FdOwner new_set() {
+  const ForkGuard guard;
+  return opened(epoll_create1(EPOLL_CLOEXEC), guard);
+}
+
+void add(const FdOwner& set, int fd, uint32_t events, uint64_t key) {
+  epoll_event event{.events = events, .data = {.u64 = key}};
+  if (epoll_ctl(set.get(), EPOLL_CTL_ADD, fd, &event) == 0) {
+    return;
+  }
+  // A kernel that does not know it wakes both.
+  event.events = events & ~static_cast<uint32_t>(EPOLLEXCLUSIVE);
+  if (errno != EINVAL || epoll_ctl(set.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
+    throw std::runtime_error("cannot watch connections: " + error_text(errno));
+  }
+}
+
+void signal(const FdOwner& event) {
+  [[maybe_unused]] const auto failed = eventfd_write(event.get(), 1);
+}
+
+void reset(const FdOwner& event) {
+  eventfd_t count = 0;
+  [[maybe_unused]] const auto failed = eventfd_read(event.get(), &count);
+}
+
 }  // namespace
 
 Star::Star(const Roster& roster, Listener& listener, std::vector<Connection> lines,
            std::vector<FdOwner> death_sockets)
     : roster_(roster),
       listener_(listener),
-      wake_(Pipe::open()),
+      wake_(new_event()),
+      wake_one_{new_event(), new_event()},
+      watched_{new_set(), new_set()},
       lines_(std::move(lines)),
+      watched_for_(lines_.size()),
       heartbeat_(far_ones(lines_, roster)),
       death_sockets_(std::in_place, std::move(death_sockets)) {
-  for (const auto* end : {&wake_.read_end, &wake_.write_end}) {
-    fcntl(end->get(), F_SETFL, fcntl(end->get(), F_GETFL) | O_NONBLOCK);
+  for (size_t waiter = 0; waiter < watched_.size(); ++waiter) {
+    add(watched_[waiter], wake_.get(), EPOLLIN | EPOLLEXCLUSIVE, kWoken);
+    add(watched_[waiter], wake_one_[waiter].get(), EPOLLIN, kWoken);
+  }
+  add(watched_[static_cast<size_t>(Waiter::Thread)], death_sockets_->fd(), EPOLLIN, kCut);
+  for (size_t i = 0; i < lines_.size(); ++i) {
+    watch(i);
   }
 }
 
 void Star::wake() const {
-  const char word = 0;
-  [[maybe_unused]] const auto written = ::write(wake_.write_end.get(), &word, 1);
+  signal(wake_);
 }
 
-bool Star::listen(Clock::time_point until) {
-  std::vector<pollfd> fds{{wake_.read_end.get(), POLLIN, 0}, {death_sockets_->fd(), POLLIN, 0}};
-  const size_t others = fds.size();
-  std::vector<size_t> of;
+void Star::wake(Waiter waiter) const {
+  signal(wake_one_[static_cast<size_t>(waiter)]);
+}
+
+Star::Ready Star::wait(Waiter waiter, Clock::time_point until) const {
+  std::array<epoll_event, 64> events;
+  const int count = epoll_wait(watched_[static_cast<size_t>(waiter)].get(), events.data(),
+                               events.size(), milliseconds_until(until));
+  if (count < 0) {
+    return everything();  // interrupted, maybe when something came
+  }
+  Ready ready;
+  for (int i = 0; i < count; ++i) {
+    ready.push_back(events[static_cast<size_t>(i)].data.u64);
+  }
+  if (std::find(ready.begin(), ready.end(), kWoken) != ready.end()) {
+    reset(wake_one_[static_cast<size_t>(waiter)]);
+    reset(wake_);
+  }
+  return ready;
+}
+
+Star::Ready Star::everything() const {
+  Ready ready{kCut};
   for (size_t i = 0; i < lines_.size(); ++i) {
-    if (lines_[i].is_open()) {
-      const int events = POLLIN | (lines_[i].has_unsent() ? POLLOUT : 0);
-      fds.push_back({lines_[i].fd(), static_cast<int16_t>(events), 0});
-      of.push_back(i);
+    ready.push_back(i);
+  }
+  return ready;
+}
+
+void Star::take_in(const Ready& ready) {
+  for (const uint64_t one : ready) {
+    if (one < lines_.size() && lines_[one].is_open()) {
+      lines_[one].flush();
+      do {
+        hear(one);
+      } while (lines_[one].is_open() && lines_[one].has_unheard());
+      watch(one);
     }
   }
-  if (::poll(fds.data(), fds.size(), milliseconds_until(until)) < 0) {
-    return false;
-  }
-  if (fds[0].revents != 0) {
-    std::array<char, 64> words;
-    while (::read(wake_.read_end.get(), words.data(), words.size()) > 0) {
+  if (death_sockets_ && std::find(ready.begin(), ready.end(), kCut) != ready.end()) {
+    while (const auto line = death_sockets_->next_cut()) {
+      cut(*line);
     }
   }
-  for (size_t i = 0; i < of.size(); ++i) {
-    if (fds[others + i].revents != 0) {
-      lines_[of[i]].flush();
-      hear(of[i]);
-    }
-  }
-  while (const auto line = death_sockets_->next_cut()) {
-    cut(*line);
-  }
-  return true;
 }
 
 void Star::say(int rank, Says kind, const Payload& words) {
-  if (auto& line = lines_[static_cast<size_t>(rank)]; line.is_open()) {
-    line.say(kind, words);
+  say_over(static_cast<size_t>(rank), kind, words);
+}
+
+void Star::say_over(size_t line, Says kind, const Payload& words) {
+  if (lines_[line].is_open()) {
+    lines_[line].say(kind, words);
+    watch(line);
   }
+}
+
+void Star::watch(size_t line) {
+  const auto& connection = lines_[line];
+  const uint32_t events =
+      !connection.is_open() ? 0 : EPOLLIN | (connection.has_unsent() ? EPOLLOUT : 0U);
+  if (events == watched_for_[line]) {
+    return;
+  }
+  for (const auto& set : watched_) {  // the caller's first
+    if (watched_for_[line] != 0) {
+      epoll_ctl(set.get(), EPOLL_CTL_DEL, connection.fd(), nullptr);
+    }
+  }
+  for (const auto& set : watched_) {
+    if (events != 0) {
+      add(set, connection.fd(), events | EPOLLEXCLUSIVE, line);
+    }
+  }
+  watched_for_[line] = events;
+}
+
+void Star::close(size_t line) {
+  // A fork may keep the socket open.
+  for (const auto& set : watched_) {
+    epoll_ctl(set.get(), EPOLL_CTL_DEL, lines_[line].fd(), nullptr);
+  }
+  lines_[line].close();
+  watched_for_[line] = 0;
 }
 
 void Star::beat() {
   for (const size_t line : heartbeat_.take_due(Clock::now())) {
-    if (lines_[line].is_open()) {
-      lines_[line].say(kBeat, {});
-    }
+    say_over(line, kBeat, {});
   }
 }
 
@@ -133,14 +230,14 @@ void Star::cut(size_t line) {
 
 void Star::lose(size_t line) {
   const bool is_unreachable = lines_[line].is_unreachable();
-  lines_[line].close();
+  close(line);
   std::vector<int> ranks{static_cast<int>(line)};
   const auto now = Clock::now();
   for (size_t other = 0; is_unreachable && other < lines_.size(); ++other) {
     // With a machine all of its ranks are.
     if (lines_[other].is_open() && heartbeat_.is_quiet(other, now) &&
         roster_.are_on_one_machine(static_cast<int>(other), static_cast<int>(line))) {
-      lines_[other].close();
+      close(other);
       ranks.push_back(static_cast<int>(other));
     }
   }
@@ -148,10 +245,8 @@ void Star::lose(size_t line) {
 }
 
 void Star::leave() {
-  for (auto& line : lines_) {
-    if (line.is_open()) {
-      line.say(kLeaving, {});
-    }
+  for (size_t i = 0; i < lines_.size(); ++i) {
+    say_over(i, kLeaving, {});
   }
   death_sockets_.reset();
 }
@@ -167,7 +262,7 @@ void Star::linger(Milliseconds limit) {
     std::vector<pollfd> fds;
     for (auto& line : lines_) {
       if (line.is_open() && !line.listen(kLongest)) {
-        line.close();
+        line.close();  // nobody waits for it any more
       }
       while (line.next()) {
       }

@@ -2,7 +2,12 @@
 
 // Rank 0's connections to the other ranks of a group, or another rank's one to rank 0: what comes
 // over them, and which are lost. No torch in here.
+//
+// Two may wait for that at a time, the agreement's thread and a caller who has nothing else to do.
+// What comes wakes the caller where there is one, and else the thread (EPOLLEXCLUSIVE, of which the
+// caller's set is the first); so whoever was woken has to take it in.
 
+#include <array>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -19,10 +24,13 @@
 
 namespace c10d_ext {
 
-// Used by one thread, but for wake().
+// Used under a lock of whoever owns it, but for wake() and wait().
 class Star {
  public:
   using Clock = std::chrono::steady_clock;
+  enum class Waiter : uint8_t { Caller, Thread };
+  // What has come: lines that can be read, or kWoken, or kCut.
+  using Ready = std::vector<uint64_t>;
 
   // Who uses it.
   class Listener {
@@ -38,12 +46,16 @@ class Star {
   Star(const Roster& roster, Listener& listener, std::vector<Connection> lines,
        std::vector<FdOwner> death_sockets);
 
-  // Ends the wait of the thread that listens, or its next one. From any thread.
+  // Ends the wait of one of the two, or the next one of either. From any thread.
   void wake() const;
+  void wake(Waiter waiter) const;
 
-  // Waits for something to come, until then at most, and tells the listener of it. False: the wait
-  // was interrupted.
-  bool listen(Clock::time_point until);
+  // Waits for something to come, until then at most.
+  Ready wait(Waiter waiter, Clock::time_point until) const;
+  // All that may have come, for who does not know.
+  Ready everything() const;
+  // Tells the listener of it.
+  void take_in(const Ready& ready);
   // Says it to a rank; to one that is lost, nothing.
   void say(int rank, Says kind, const Payload& words);
   Clock::time_point next_beat() const {
@@ -58,14 +70,25 @@ class Star {
   void linger(std::chrono::milliseconds limit);
 
  private:
+  static constexpr uint64_t kWoken = uint64_t{1} << 32;
+  static constexpr uint64_t kCut = kWoken + 1;
+
+  void say_over(size_t line, Says kind, const Payload& words);
+  // Has what comes over a line wake a waiter, also where it takes more of what is unsent.
+  void watch(size_t line);
+  void close(size_t line);
   void hear(size_t line);
   void cut(size_t line);
   void lose(size_t line);
 
   const Roster& roster_;
   Listener& listener_;
-  const Pipe wake_;
+  const FdOwner wake_;
+  // By Waiter: what wakes it alone, and what it waits for.
+  const std::array<FdOwner, 2> wake_one_;
+  const std::array<FdOwner, 2> watched_;
   std::vector<Connection> lines_;
+  std::vector<uint32_t> watched_for_;  // by line: 0 where it is not watched
   Heartbeat heartbeat_;
   std::optional<DeathSockets> death_sockets_;
 };

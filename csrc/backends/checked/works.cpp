@@ -5,7 +5,9 @@
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <exception>
 #include <mutex>
@@ -17,6 +19,7 @@
 
 #include "base/dtype.h"
 #include "base/exceptions.h"
+#include "base/gil.h"
 #include "base/profiler_span.h"
 #include "base/signal_masked_thread.h"
 #include "base/timeouts.h"
@@ -28,6 +31,7 @@ namespace c10d_ext {
 
 namespace {
 
+using Clock = std::chrono::steady_clock;
 using Milliseconds = std::chrono::milliseconds;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
@@ -151,6 +155,13 @@ class AgreedWork final : public SignalledWork {
       SignalledWork::end(std::move(error));
       return;
     }
+    if (awaited_here == this) {
+      // For who waits, and is about to return.
+      SignalledWork::end(std::move(error), [](std::function<void()> callbacks) {
+        left_to_do_here = std::move(callbacks);
+      });
+      return;
+    }
     const auto self = c10::intrusive_ptr<AgreedWork>::reclaim_copy(this);
     SignalledWork::end(std::move(error), [self](std::function<void()> callbacks) {
       self->inner_.callbacks->run([self, callbacks = std::move(callbacks)] { callbacks(); });
@@ -158,6 +169,26 @@ class AgreedWork final : public SignalledWork {
   }
 
  protected:
+  void help(std::chrono::steady_clock::time_point until) override {
+    const auto group = agreement_.lock();
+    if (!group) {
+      return;
+    }
+    constexpr Milliseconds kLook{50};  // for Ctrl-C
+    const auto is_begun = [this] { return state_.status() != WorkStatus::Queued; };
+    without_gil([&] {
+      bool goes_on = true;
+      for (auto now = Clock::now(); goes_on && !is_begun() && now < until; now = Clock::now()) {
+        awaited_here = this;
+        goes_on = group->help(is_begun, std::min(until, now + kLook));
+        awaited_here = nullptr;
+        if (const auto callbacks = std::exchange(left_to_do_here, nullptr)) {
+          callbacks();
+        }
+        check_signals();
+      }
+    });
+  }
   std::string_view timed_backend() const override {
     return inner_.name;
   }
@@ -197,10 +228,18 @@ class AgreedWork final : public SignalledWork {
     end(std::move(error));
   }
 
+  // The work for whose beginning this thread does the agreement's part, and who wants to hear of
+  // its end.
+  static thread_local const AgreedWork* awaited_here;
+  static thread_local std::function<void()> left_to_do_here;
+
   const Group place_;
   const Inner inner_;
   const std::weak_ptr<Agreement> agreement_;
 };
+
+thread_local const AgreedWork* AgreedWork::awaited_here = nullptr;
+thread_local std::function<void()> AgreedWork::left_to_do_here;
 
 // As shm calls it.
 std::string name_of(const Message& message) {
