@@ -10,6 +10,7 @@ import random
 import socket
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -162,6 +163,35 @@ def _link(hosts: list[int]) -> tuple[float, float]:
     return float(found[0]), float(found[1])
 
 
+def _rate_of_all(hosts: list[int]) -> float:
+    """Bytes per second that each host sends to the next one while all do, of the slowest."""
+    count, rank = max(hosts) + 1, dist.get_rank()
+    first = [hosts.index(host) for host in range(count)]
+    names: list[Any] = [None] * len(hosts)
+    dist.all_gather_object(names, socket.gethostbyname(socket.gethostname()))
+    seconds, size, port = 0.0, 1 << 25, 29701
+    if rank in first:
+        server = socket.create_server(("", port))
+    dist.barrier()
+    if rank in first:
+        after = first[(first.index(rank) + 1) % count]
+        to = socket.create_connection((names[after], port))
+        peer = server.accept()[0]
+    dist.barrier()
+    if rank in first:
+        start = time.perf_counter()
+        sender = threading.Thread(target=to.sendall, args=(bytes(size),))
+        sender.start()
+        left, buffer = size, bytearray(1 << 20)
+        while left:
+            left -= peer.recv_into(buffer)
+        sender.join()
+        seconds = time.perf_counter() - start
+        for connection in (to, peer, server):
+            connection.close()
+    return size / _agree(seconds)
+
+
 def _mpich(packages: str) -> Any:
     """mpi4py in the MPI that the groups have started; None where there is no mpi4py."""
     sys.path.append(packages)
@@ -180,8 +210,10 @@ def main() -> None:
     groups = _groups(plan["engines"])
     mpi = _mpich(plan["mpi4py"]) if "mpi" in plan["engines"] else None
     latency, rate = _link(plan["places"])
+    together = _rate_of_all(plan["places"])
     if dist.get_rank() == 0:
-        print(json.dumps({"latency": latency, "rate": rate, "mpich": mpi is not None}), flush=True)
+        link = {"latency": latency, "rate": rate, "together": together, "mpich": mpi is not None}
+        print(json.dumps(link), flush=True)
     for collective, size in plan["cases"]:
         times = _measure(_calls(collective, size, groups, mpi), plan["rounds"])
         if dist.get_rank() == 0:

@@ -5,7 +5,8 @@
 
 Peers: gloo, the flat fall-back of shm, backend mpi and MPICH itself (through mpi4py, where
 ``tools/get_peers.sh mpich`` has installed it), against shm with gloo and with mpi between hosts.
-All are measured in turns in the same processes. ``bound``: what the link allows, see
+All are measured in turns in the same processes, and before and after them Open MPI, by TCP and by
+UCX (``_open_mpi.py``; ``tools/get_peers.sh openmpi``). ``bound``: what the link allows, see
 ``docs/multi-host.md``. Needs root, for the namespaces.
 """
 
@@ -25,14 +26,24 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import _history  # noqa: E402
+from benchmarks import _history, _open_mpi  # noqa: E402
 from benchmarks._report import Table, machine, today  # noqa: E402
 from tests.harness.emulated_hosts import emulated_hosts, why_not  # noqa: E402
+from torch_c10d_ext import Link, Topology  # noqa: E402
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20)
 # Of the rate of an Ethernet of 1500-byte frames, what is left for data.
 GOODPUT = 0.94
+# Up to so many bytes every rail carries all of them (kSmall in hierarchical/collectives.cpp).
+WHOLE = 16 << 10
+# Of one rank, bytes per second by shared memory, while its neighbours do the same.
+INSIDE = 2e9
+OPS = {
+    "all_gather": "all_gather_into_tensor",
+    "reduce_scatter": "reduce_scatter_tensor",
+    "all_to_all": "all_to_all_single",
+}
 LAYOUTS = {"2x1": (2, 1), "2x2": (2, 2), "4x1": (4, 1), "4x2": (4, 2)}
 DEADLINE = 560.0
 
@@ -66,6 +77,13 @@ def measure(layout: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         tempfile.TemporaryDirectory() as folder,
         emulated_hosts(hosts, options.mbit, options.delay_us) as network,
     ):
+        others: dict[str, list[Any]] = {name: [] for name in options.open_mpi}
+
+        def measure_others(rounds: int) -> None:
+            for name, found in others.items():
+                found.append(_open_mpi.measure(name, network, hosts, ranks, rounds, plan["cases"]))
+
+        measure_others(options.rounds - options.rounds // 2)
         logs = [Path(folder) / str(rank) for rank in range(len(places))]
         processes = []
         for rank, host in enumerate(places):
@@ -88,7 +106,37 @@ def measure(layout: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             said = "\n".join(log.read_text()[-2000:] for log in logs)
             raise RuntimeError(f"{layout}: ranks ended with {codes}\n{said}")
         lines = logs[0].read_text().splitlines()
-    return [json.loads(line) for line in lines if line.startswith("{")]
+        measure_others(options.rounds // 2)
+    link, *cases = [json.loads(line) for line in lines if line.startswith("{")]
+    for case in cases:
+        key = (case["collective"], case["size"])
+        for name, (before, after) in others.items():
+            case["times"][name] = before[key] + after[key]
+    return [link, *cases]
+
+
+def model_of(layout: str, link: dict[str, Any], cases: list[dict[str, Any]]) -> Topology:
+    """The topology that the link and the smallest all_reduce say this is.
+
+    The rate is that of all hosts at once; what 8 B take beyond a round trip is rank 0's, and a step
+    of a ring what gloo takes for them.
+    """
+    hosts, ranks = LAYOUTS[layout]
+    n = hosts * ranks
+    small = min((case for case in cases if case["collective"] == "all_reduce"), key=_size)
+    medians = {name: statistics.median(each) for name, each in small["times"].items()}
+    per_rank = max(0.0, medians["shm+gloo"] - 2 * link["latency"]) / (n - 1)
+    hop = max(0.0, medians["gloo"] - link["latency"]) / (2 * (n - 1))
+    return Topology(
+        ranks,
+        inside=Link(latency=0.0, bandwidth=INSIDE),
+        between=Link(latency=link["latency"], bandwidth=link["together"], hop=hop),
+        per_rank=per_rank,
+    )
+
+
+def _size(case: dict[str, Any]) -> int:
+    return int(case["size"])
 
 
 def time_text(seconds: float) -> str:
@@ -102,13 +150,18 @@ def table_of(layout: str, said: list[dict[str, Any]], options: argparse.Namespac
     link, *cases = said
     rate = GOODPUT * options.mbit * 1e6 / 8
     names = list(cases[0]["times"])
+    model = None
+    if any(case["collective"] == "all_reduce" for case in cases):
+        model = model_of(layout, link, cases)
     table = Table(
         f"hosts {layout}: {options.mbit:g} Mbit/s, {options.delay_us} µs one way",
         f"One way takes {link['latency'] * 1e6:.0f} µs by a socket, which moves "
-        f"{link['rate'] / 1e6:.0f} MB/s. size: bytes of a rank's larger buffer. Median of "
-        f"{options.rounds} rounds in turns; of the slowest rank. ours: the faster of shm+gloo and "
-        "shm+mpi, against the bound, and in the same round against the fastest of the others.",
-        ["collective", "size", *names, "bound", "ours/bound", "ours/best other"],
+        f"{link['rate'] / 1e6:.0f} MB/s, {link['together'] / 1e6:.0f} where all hosts send. size: "
+        f"bytes of a rank's larger buffer. Median of {options.rounds} rounds in turns; of the "
+        "slowest rank. ours: the faster of shm+gloo and shm+mpi, against the bound, and in the "
+        "same round against the fastest of the others; model: what Topology says of shm+gloo, "
+        "and what was measured against it.",
+        ["collective", "size", *names, "bound", "ours/bound", "ours/best other", "model"],
         1,
     )
     for case in cases:
@@ -127,9 +180,26 @@ def table_of(layout: str, said: list[dict[str, Any]], options: argparse.Namespac
                 time_text(limit),
                 f"{medians[best] / limit:.2f}",
                 f"{ratio:.2f} ({other})",
+                *_modelled(model, case, hosts * ranks, medians["shm+gloo"]),
             ]
         )
     return table
+
+
+def _modelled(
+    model: Topology | None, case: dict[str, Any], ranks: int, measured: float
+) -> list[str]:
+    """The model's time of the algorithm that is used, and the measured one against it."""
+    if model is None:
+        return ["-"]
+    name, size = case["collective"], case["size"]
+    times = model.times(OPS.get(name, name), ranks, size)
+    whole = name == "all_reduce" and size <= WHOLE
+    algorithm = "piggyback" if "piggyback" in times else "whole" if whole else "rails"
+    if algorithm not in times:
+        algorithm = "flat"
+    seconds = times[algorithm]
+    return [f"{time_text(seconds)} ({measured / seconds:.2f})"]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -142,6 +212,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=COLLECTIVES, default=list(COLLECTIVES))
     parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES))
     parser.add_argument("--mpi4py", help="a directory with mpi4py, for MPICH as a peer")
+    parser.add_argument(
+        "--open-mpi",
+        nargs="*",
+        choices=_open_mpi.ENGINES,
+        default=list(_open_mpi.ENGINES) if _open_mpi.is_there() else [],
+        help="by what data goes between its hosts",
+    )
     _history.add_option(parser)
     options = parser.parse_args(arguments)
     reason = why_not()
@@ -149,6 +226,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"this machine cannot emulate hosts: {reason}")
     kind = machine("cpu")
     print(f"\n{today()}, {kind}", flush=True)
+    if not _open_mpi.is_there():
+        print("without Open MPI, which tools/get_peers.sh openmpi installs")
     tables = []
     for layout in options.layout:
         tables.append(table_of(layout, measure(layout, options), options))

@@ -1,0 +1,118 @@
+"""Open MPI on the emulated hosts of ``benchmarks/hosts.py``: its jobs, and a rank of them.
+
+Open MPI starts its own processes, so it takes turns with the others round by round and not call by
+call: half of its rounds are measured before theirs, and half after. Installed by
+``tools/get_peers.sh openmpi``.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PREFIX = ROOT / "build" / "peers" / "openmpi"
+DEADLINE = 300.0
+BLOCK = 0.12  # seconds of calls between two looks at the clock
+MOST = 400
+# What carries data between hosts: its own TCP, or UCX, which is in the wheel. UCX is refused for
+# Ethernet unless asked for.
+ENGINES = {
+    "Open MPI": ["--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp"],
+    "Open MPI, UCX": [
+        *("--mca", "pml", "ucx", "--mca", "opal_common_ucx_tls", "any"),
+        *("--mca", "opal_common_ucx_devices", "any"),
+        *("-x", "UCX_TLS=tcp,posix,cma,self", "-x", "UCX_NET_DEVICES=eth0"),
+    ],
+}
+# In place of ssh: starts what it is given on the host of an address.
+AGENT = """#!/bin/sh
+address=$1
+shift
+case $address in
+{cases}
+esac
+exec nsenter -t $first -n -u -i -m -p sh -c "$*"
+"""
+
+
+def is_there() -> bool:
+    """Whether it is installed."""
+    return (PREFIX / "bin" / "mpirun").exists()
+
+
+def measure(
+    engine: str, network: Any, hosts: int, ranks: int, rounds: int, cases: list[Any]
+) -> dict[tuple[str, int], list[float]]:
+    """Seconds by collective and size, of each round."""
+    with tempfile.TemporaryDirectory() as folder:
+        agent = Path(folder) / "agent"
+        found = "\n".join(
+            f"{network.address(h)}) first={network.first_process(h)};;" for h in range(hosts)
+        )
+        agent.write_text(AGENT.format(cases=found))
+        agent.chmod(0o755)
+        places = ",".join(f"{network.address(h)}:{ranks}" for h in range(hosts))
+        # mpirun sees the first host's network, and this machine's processes.
+        command = [
+            *("nsenter", "-t", str(network.first_process(0)), "-n", "-u"),
+            *(str(PREFIX / "bin" / "mpirun"), "--allow-run-as-root", "--prefix", str(PREFIX)),
+            *("--host", places, "-n", str(hosts * ranks), "--map-by", f"ppr:{ranks}:node"),
+            *("--bind-to", "none", "--prtemca", "plm_ssh_agent", str(agent)),
+            *("--prtemca", "prte_if_include", "eth0", "--mca", "btl_tcp_if_include", "eth0"),
+            # Ranks that spin would keep others from the cores.
+            *("--mca", "mpi_yield_when_idle", "1", *ENGINES[engine]),
+            *(str(PREFIX / "bin" / "python"), __file__, json.dumps([rounds, cases])),
+        ]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=DEADLINE, check=False
+        )
+    if done.returncode:
+        raise RuntimeError(f"{engine}: mpirun ended with {done.returncode}\n{done.stderr[-2000:]}")
+    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    return {(collective, size): times for collective, size, times in said}
+
+
+def main() -> None:
+    """A rank: measures what the first argument says; rank 0 prints a line for each case."""
+    import numpy as np
+    from mpi4py import MPI
+
+    rounds, cases = json.loads(sys.argv[1])
+    world = MPI.COMM_WORLD
+    n = world.Get_size()
+    for collective, size in cases:
+        whole = collective in ("all_reduce", "broadcast")
+        count = max(size // 4 if whole else size // 4 // n * n, 2 if whole else n)
+        a, c = np.zeros(count, np.float32), np.zeros(count, np.float32)
+        b = np.zeros(max(count // n, 1), np.float32)
+        call = {
+            "all_reduce": functools.partial(world.Allreduce, MPI.IN_PLACE, a),
+            "broadcast": functools.partial(world.Bcast, a, 0),
+            "all_gather": functools.partial(world.Allgather, b, a),
+            "reduce_scatter": functools.partial(world.Reduce_scatter_block, a, b),
+            "all_to_all": functools.partial(world.Alltoall, a, c),
+        }[collective]
+        times, calls = [], 2
+        for turn in range(-1, rounds):  # the first one tells how many calls are enough
+            world.Barrier()
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            each = world.allreduce((time.perf_counter() - start) / calls, MPI.MAX)
+            if turn < 0:
+                calls = max(1, min(MOST, int(BLOCK / each)))
+            else:
+                times.append(each)
+        if world.Get_rank() == 0:
+            print(json.dumps([collective, size, times]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
