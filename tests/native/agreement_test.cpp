@@ -255,10 +255,10 @@ void who_waits_takes_in_what_comes() {
       for (uint64_t i = 0; i < kCalls; ++i) {
         Call call;
         const auto data = std::to_string(caller) + " says " + std::to_string(i);
-        ranks[rank].call(call.operation(summed(6), data));
+        const auto seq = ranks[rank].call(call.operation(summed(6), data));
         // Of two callers one may find the other at it.
-        ranks[rank].help([&] { return call.has_begun(); }, Clock::now() + kLong);
-        const auto seq = call.begun();
+        ranks[rank].help(seq, Clock::now() + kLong);
+        CHECK(call.begun() == seq);
         ranks[rank].done(seq);
         const std::lock_guard lock(mutex);
         received[seq].push_back(call.received());
@@ -279,12 +279,12 @@ void who_waits_no_longer_leaves_it_to_the_thread() {
   for (const int waits : {0, 1}) {
     std::vector<Call> calls(3);
     const auto call = [&](int rank) {
-      ranks[rank].call(calls[static_cast<size_t>(rank)].operation(summed(6), kLong));
+      return ranks[rank].call(calls[static_cast<size_t>(rank)].operation(summed(6), kLong));
     };
-    call(waits);
+    const auto seq = call(waits);
     const auto& own = calls[static_cast<size_t>(waits)];
     const auto begun = Clock::now();
-    CHECK(ranks[waits].help([] { return false; }, begun + 150ms));
+    CHECK(ranks[waits].help(seq, begun + 150ms));
     CHECK(Clock::now() - begun >= 150ms && !Call(own).has_begun());
     for (int rank = 0; rank < 3; ++rank) {
       if (rank != waits) {
@@ -303,11 +303,8 @@ void who_waits_hears_that_it_is_late_or_over() {
   Call late, other;
   ranks[1].call(late.operation(summed(6), 300ms));
   ranks[0].call(other.operation(summed(6), kLong));
-  std::thread waits([&] {
-    ranks[0].help([&] { return other.has_failed(); }, Clock::now() + kLong);
-    CHECK(other.has_failed());
-  });
-  CHECK(ranks[1].help([&] { return late.has_failed(); }, Clock::now() + kLong));
+  std::thread waits([&] { CHECK(!ranks[0].help(1, Clock::now() + kLong)); });
+  CHECK(!ranks[1].help(1, Clock::now() + kLong));
   waits.join();
   for (auto* call : {&late, &other}) {
     CHECK(call->failure().kind == Kind::Timeout && call->failure().ranks == std::vector<int>{2});
@@ -321,10 +318,10 @@ void who_waits_hears_that_it_is_late_or_over() {
       std::this_thread::sleep_for(100ms);
       left[rank].leave(0ms);
     });
-    left[rank].help([&] { return waiting.has_failed(); }, Clock::now() + kLong);
+    CHECK(!left[rank].help(1, Clock::now() + kLong));
     leaves.join();
-    CHECK(waiting.has_failed());
-    CHECK(!left[rank].help([] { return false; }, Clock::now() + kLong));
+    CHECK(waiting.failure().kind != Kind::Timeout);
+    CHECK(!left[rank].help(1, Clock::now() + kLong));
   }
 }
 

@@ -295,7 +295,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     return calls_.has_collectives();
   }
 
-  bool help(const std::function<bool()>& is_over, Clock::time_point until) {
+  bool help(uint64_t seq, Clock::time_point until) {
     if (agreeing_here || is_foreign()) {
       return false;
     }
@@ -304,17 +304,16 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
       return false;
     }
     Star::Ready ready;
-    std::optional<Clock::time_point> next;
     for (;;) {
       // Whatever woke this one has woken nobody else.
-      next = help_once(ready);
-      if (!next || is_over() || Clock::now() >= until) {
-        break;
+      const auto next = help_once(ready);
+      const bool waits = next && calls_.is_waiting(seq);
+      if (!waits || Clock::now() >= until) {
+        stop_helping();
+        return waits;
       }
       ready = duties_.star().wait(Star::Waiter::Caller, std::min(until, *next));
     }
-    stop_helping();
-    return next.has_value();
   }
 
   void done(uint64_t seq) {
@@ -567,9 +566,8 @@ std::pair<std::vector<int>, std::string> Agreement::awaited_by_message(uint64_t 
   return impl_->awaited(kAskingOfMessage, number, within);
 }
 
-bool Agreement::help(const std::function<bool()>& is_over,
-                     std::chrono::steady_clock::time_point until) {
-  return impl_->help(is_over, until);
+bool Agreement::help(uint64_t seq, std::chrono::steady_clock::time_point until) {
+  return impl_->help(seq, until);
 }
 
 void Agreement::done(uint64_t seq) {

@@ -79,10 +79,11 @@ class Agreement {
   // Its number among this rank's messages; the first is 1. What became of it after its begin() is
   // nobody's business here.
   uint64_t post(Message message);
-  // For who waits for a collective to begin, and has nothing else to do: until it `is_over`,
-  // `until` at most, what comes is taken in here, and not by the agreement's thread, which would
-  // have to wake this one. False: there is nobody to be spared, as another caller does so.
-  bool help(const std::function<bool()>& is_over, std::chrono::steady_clock::time_point until);
+  // For who waits for collective `seq` to begin, and has nothing else to do: until it has begun or
+  // failed, `until` at most, what comes is taken in here, and not by the agreement's thread, which
+  // would have to wake this one. True: it has not, and the time is over; false also where another
+  // caller does so.
+  bool help(uint64_t seq, std::chrono::steady_clock::time_point until);
   // The data of number `seq` is there.
   void done(uint64_t seq);
   // Its exchange broke off: it fails once it is known why.

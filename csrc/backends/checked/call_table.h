@@ -4,6 +4,7 @@
 // that failed; and when one is late. Not for several threads at once: whoever holds one has the
 // lock. No torch in here, and no connection.
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <deque>
@@ -102,6 +103,11 @@ class CallTable {
   // Whether a collective is agreed on that has not begun.
   bool has_begins() const {
     return !begins_.empty();
+  }
+  // Whether a collective is there that has not begun.
+  bool is_waiting(uint64_t seq) const {
+    return waiting_.count(seq) != 0 ||
+           std::any_of(begins_.begin(), begins_.end(), [&](auto& b) { return b.first == seq; });
   }
   bool has_collectives() const {
     return !waiting_.empty() || !running_.empty();

@@ -59,6 +59,11 @@ bool OpenCalls::has_collectives() const {
   return table_.has_collectives();
 }
 
+bool OpenCalls::is_waiting(uint64_t seq) const {
+  const std::lock_guard lock(mutex_);
+  return table_.is_waiting(seq);
+}
+
 std::optional<Failure> OpenCalls::failure(const std::string& op, uint64_t seq,
                                           Milliseconds within) const {
   std::unique_lock lock(mutex_);

@@ -55,6 +55,8 @@ class OpenCalls {
   bool done(uint64_t seq);
   uint64_t count() const;
   bool has_collectives() const;
+  // Whether collective `seq` has neither begun nor failed.
+  bool is_waiting(uint64_t seq) const;
   // Why number `seq` cannot be done any more; waits that long for somebody to know it.
   std::optional<Failure> failure(const std::string& op, uint64_t seq, Milliseconds within) const;
   std::optional<End> end() const;

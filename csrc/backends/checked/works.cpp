@@ -175,12 +175,11 @@ class AgreedWork final : public SignalledWork {
       return;
     }
     constexpr Milliseconds kLook{50};  // for Ctrl-C
-    const auto is_begun = [this] { return state_.status() != WorkStatus::Queued; };
     without_gil([&] {
-      bool goes_on = true;
-      for (auto now = Clock::now(); goes_on && !is_begun() && now < until; now = Clock::now()) {
+      bool waits = state_.number() > 0;
+      for (auto now = Clock::now(); waits && now < until; now = Clock::now()) {
         awaited_here = this;
-        goes_on = group->help(is_begun, std::min(until, now + kLook));
+        waits = group->help(number_or_zero(), std::min(until, now + kLook));
         awaited_here = nullptr;
         if (const auto callbacks = std::exchange(left_to_do_here, nullptr)) {
           callbacks();
