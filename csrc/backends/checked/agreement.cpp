@@ -438,6 +438,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     const std::lock_guard lock(work_mutex_);
     duties_.set_helped(false);
     if (calls_.is_leaving()) {
+      duties_.star().wake(Star::Waiter::Thread);  // for what has come and is not taken in here
       return std::nullopt;
     }
     const Here here;

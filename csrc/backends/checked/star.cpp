@@ -94,7 +94,7 @@ Star::Star(const Roster& roster, Listener& listener, std::vector<Connection> lin
       death_sockets_(std::in_place, std::move(death_sockets)) {
   for (size_t waiter = 0; waiter < watched_.size(); ++waiter) {
     add(watched_[waiter], wake_.get(), EPOLLIN | EPOLLEXCLUSIVE, kWoken);
-    add(watched_[waiter], wake_one_[waiter].get(), EPOLLIN, kWoken);
+    add(watched_[waiter], wake_one_[waiter].get(), EPOLLIN, kWokenAlone);
   }
   add(watched_[static_cast<size_t>(Waiter::Thread)], death_sockets_->fd(), EPOLLIN, kCut);
   for (size_t i = 0; i < lines_.size(); ++i) {
@@ -121,9 +121,17 @@ Star::Ready Star::wait(Waiter waiter, Clock::time_point until) const {
   for (int i = 0; i < count; ++i) {
     ready.push_back(events[static_cast<size_t>(i)].data.u64);
   }
-  if (std::find(ready.begin(), ready.end(), kWoken) != ready.end()) {
-    reset(wake_one_[static_cast<size_t>(waiter)]);
+  const auto has = [&](uint64_t key) {
+    return std::find(ready.begin(), ready.end(), key) != ready.end();
+  };
+  if (has(kWoken)) {
     reset(wake_);
+  }
+  if (has(kWokenAlone)) {
+    reset(wake_one_[static_cast<size_t>(waiter)]);
+    if (waiter == Waiter::Thread) {
+      return everything();  // a caller may have gone with what it was woken for
+    }
   }
   return ready;
 }

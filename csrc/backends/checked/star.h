@@ -71,7 +71,8 @@ class Star {
 
  private:
   static constexpr uint64_t kWoken = uint64_t{1} << 32;
-  static constexpr uint64_t kCut = kWoken + 1;
+  static constexpr uint64_t kWokenAlone = kWoken + 1;
+  static constexpr uint64_t kCut = kWoken + 2;
 
   void say_over(size_t line, Says kind, const Payload& words);
   // Has what comes over a line wake a waiter, also where it takes more of what is unsent.
