@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PREFIX = ROOT / "build" / "peers" / "openmpi"
 DEADLINE = 300.0
+GRACE = 10.0  # for mpirun to end what it has started
 BLOCK = 0.12  # seconds of calls between two looks at the clock
 MOST = 400
 # What carries data between hosts: its own TCP, or UCX, which is in the wheel. UCX is refused for
@@ -31,15 +34,20 @@ ENGINES = {
         *("-x", "UCX_TLS=tcp,posix,cma,self", "-x", "UCX_NET_DEVICES=eth0"),
     ],
 }
-# In place of ssh: starts what it is given on the host of an address.
+# In place of ssh: starts what it is given on the host of an address. The hosts share /tmp, where a
+# daemon's folder has its process number for a name, and these are alike on all hosts.
 AGENT = """#!/bin/sh
 address=$1
 shift
 case $address in
 {cases}
 esac
-exec nsenter -t $first -n -u -i -m -p sh -c "$*"
+folder=$(dirname "$0")/$address
+mkdir -p "$folder"
+exec nsenter -t $first -n -u -i -m -p env TMPDIR="$folder" sh -c "$*"
 """
+# What mpirun starts on its own host would leave its segments in this machine's /dev/shm.
+WITH_OWN_MEMORY = 'mount -t tmpfs none /dev/shm && exec "$@"'
 
 
 def is_there() -> bool:
@@ -51,7 +59,7 @@ def measure(
     engine: str, network: Any, hosts: int, ranks: int, rounds: int, cases: list[Any]
 ) -> dict[tuple[str, int], list[float]]:
     """Seconds by collective and size, of each round."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         agent = Path(folder) / "agent"
         found = "\n".join(
             f"{network.address(h)}) first={network.first_process(h)};;" for h in range(hosts)
@@ -62,6 +70,7 @@ def measure(
         # mpirun sees the first host's network, and this machine's processes.
         command = [
             *("nsenter", "-t", str(network.first_process(0)), "-n", "-u"),
+            *("unshare", "--mount", "sh", "-c", WITH_OWN_MEMORY, "sh"),
             *(str(PREFIX / "bin" / "mpirun"), "--allow-run-as-root", "--prefix", str(PREFIX)),
             *("--host", places, "-n", str(hosts * ranks), "--map-by", f"ppr:{ranks}:node"),
             *("--bind-to", "none", "--prtemca", "plm_ssh_agent", str(agent)),
@@ -70,13 +79,30 @@ def measure(
             *("--mca", "mpi_yield_when_idle", "1", *ENGINES[engine]),
             *(str(PREFIX / "bin" / "python"), __file__, json.dumps([rounds, cases])),
         ]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=DEADLINE, check=False
-        )
-    if done.returncode:
-        raise RuntimeError(f"{engine}: mpirun ended with {done.returncode}\n{done.stderr[-2000:]}")
-    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+        code, out, errors = _run(command, {**os.environ, "TMPDIR": folder})
+    if code:
+        raise RuntimeError(f"{engine}: mpirun ended with {code}\n{errors[-2000:]}")
+    said = [json.loads(line) for line in out.splitlines() if line.startswith("[")]
     return {(collective, size): times for collective, size, times in said}
+
+
+def _run(command: list[str], environment: dict[str, str]) -> tuple[int, str, str]:
+    """The exit code, and what was printed; at the deadline mpirun is asked to end its ranks."""
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            out, errors = process.communicate(timeout=DEADLINE)
+        except BaseException as error:
+            process.terminate()
+            try:
+                out, errors = process.communicate(timeout=GRACE)
+            finally:
+                process.kill()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            errors += f"\nstill running after {DEADLINE:g} s"
+    return process.returncode, out, errors
 
 
 def main() -> None:
@@ -84,6 +110,7 @@ def main() -> None:
     import numpy as np
     from mpi4py import MPI
 
+    signal.alarm(int(DEADLINE + GRACE))  # a rank whose mpirun was killed may wait for ever
     rounds, cases = json.loads(sys.argv[1])
     world = MPI.COMM_WORLD
     n = world.Get_size()
