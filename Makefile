@@ -37,8 +37,8 @@ CUDA_CACHE ?= .cuda-cache
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 CPP := $(sort $(shell find csrc -name '*.cpp' -o -name '*.h' 2>/dev/null))
-CPP_TESTS := $(wildcard tests/native/*.cpp tests/native/*.h tests/simulated_cuda/*/*.cpp \
-	tests/simulated_cuda/*/*.h)
+CPP_TESTS := $(wildcard benchmarks/*.cpp tests/native/*.cpp tests/native/*.h \
+	tests/simulated_cuda/*/*.cpp tests/simulated_cuda/*/*.h)
 CPP_DIRS := $(shell find csrc -type d 2>/dev/null)
 # An extension that was deleted, or never built, overrides the stamp.
 EXTENSION := $(wildcard torch_c10d_ext/_C*.so)

@@ -99,7 +99,7 @@ def _agree(value: float) -> float:
     return float(t)
 
 
-def _measure(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
+def measure(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
     counts = {}
     for name, call in calls.items():
         call()
@@ -192,7 +192,7 @@ def _rate_of_all(hosts: list[int]) -> float:
     return size / _agree(seconds)
 
 
-def _mpich(packages: str) -> Any:
+def mpich(packages: str) -> Any:
     """mpi4py in the MPI that the groups have started; None where there is no mpi4py."""
     sys.path.append(packages)
     try:
@@ -208,18 +208,19 @@ def main() -> None:
     plan = json.loads(sys.argv[1])
     dist.init_process_group("gloo", timeout=dt.timedelta(seconds=120))
     groups = _groups(plan["engines"])
-    mpi = _mpich(plan["mpi4py"]) if "mpi" in plan["engines"] else None
+    mpi = mpich(plan["mpi4py"]) if "mpi" in plan["engines"] else None
     latency, rate = _link(plan["places"])
     together = _rate_of_all(plan["places"])
     if dist.get_rank() == 0:
         link = {"latency": latency, "rate": rate, "together": together, "mpich": mpi is not None}
         print(json.dumps(link), flush=True)
     for collective, size in plan["cases"]:
-        times = _measure(_calls(collective, size, groups, mpi), plan["rounds"])
+        times = measure(_calls(collective, size, groups, mpi), plan["rounds"])
         if dist.get_rank() == 0:
             print(json.dumps({"collective": collective, "size": size, "times": times}), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
 
-main()
+if __name__ == "__main__":
+    main()

