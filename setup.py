@@ -151,13 +151,18 @@ def link_time_flags() -> list[str]:
         source.write_text("int number() { return 1; }\n")
         compiler = shlex.split(os.environ.get("CXX", "c++"))
         command = [*compiler, *flags, "-Werror", "-O2", "-shared", "-fPIC", str(source)]
-        done = subprocess.run(
-            [*command, "-o", f"{folder}/try.so"], capture_output=True, text=True, check=False
-        )
-    if done.returncode == 0:
+        try:
+            done = subprocess.run(
+                [*command, "-o", f"{folder}/try.so"],
+                capture_output=True, text=True, timeout=60, check=False,
+            )  # fmt: skip
+            said = (done.stderr or "an error") if done.returncode else ""
+        except (OSError, subprocess.TimeoutExpired) as error:  # no compiler: sdist needs none
+            said = str(error)
+    if not said:
         return flags
     if wanted:
-        raise SystemExit(f"TORCH_C10D_EXT_LTO=1, but the compiler cannot do it:\n{done.stderr}")
+        raise SystemExit(f"TORCH_C10D_EXT_LTO=1, but the compiler cannot do it:\n{said}")
     print("the compiler cannot optimize at link time: building without")
     return []
 

@@ -25,7 +25,7 @@ class Topology:
     between them, in up to 8 parts at once. ``"leaders"`` has one rank of each host between them.
     ``"whole"`` is an all_reduce inside and then one of everything on every rail. Before each of
     these the ranks agree at rank 0, a round trip. ``"piggyback"`` is that round trip alone, with
-    which up to 32 KiB of all ranks travel to all of them.
+    which up to 32 KiB of all ranks (256 KiB / ranks beyond 8) travel to all of them.
 
     Args:
         ranks_per_host: as many on every host; the last one may have fewer.

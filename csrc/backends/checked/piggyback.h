@@ -28,7 +28,7 @@ struct Piggyback {
 // much to each rank: what that is together is bounded, too.
 constexpr size_t usual_piggyback(size_t ranks) {
   constexpr size_t kMost = size_t{32} << 10, kMostSent = size_t{256} << 10;
-  return std::min(kMost, kMostSent / ranks);
+  return std::min(kMost, kMostSent / std::max<size_t>(ranks, 1));
 }
 
 // Whether values are reduced that are little: `most` bytes of all ranks together at most. The same
