@@ -1,18 +1,14 @@
 #pragma once
 
-// Connections between rank 0 of a group and each of the others, for a few words at a time. No torch
-// in here.
+// A connection between two ranks, for a few words at a time. No torch in here.
 
-#include <chrono>
 #include <cstdint>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "base/errors.h"
 #include "control/process.h"
-#include "control/store.h"
 
 namespace c10d_ext {
 
@@ -108,27 +104,5 @@ class Connection {
   bool has_unheard_ = false;
   int error_ = 0;  // what ended it
 };
-
-// The process of a rank and where it runs.
-struct Member {
-  Peer peer;
-  std::string machine;  // processes on the same one can see each other
-  std::string host;     // its name, for texts; empty: none is told
-  std::string network;  // between those of one there is no link that could be down
-};
-
-struct Connections {
-  // Rank 0 has one to every other rank, the others one to rank 0.
-  std::vector<Connection> lines;
-  // To the same ranks, in the same order, and for DeathSockets.
-  std::vector<FdOwner> death_sockets;
-  std::vector<Member> members;
-};
-
-// Collective over the ranks of `place`. Throws std::runtime_error, which names ranks or addresses,
-// where they do not find each other in time. `machine`: where this process runs, found out where it
-// is empty.
-Connections connect_to_coordinator(const KeyValueStore& store, const Place& place,
-                                   std::chrono::milliseconds timeout, const std::string& machine);
 
 }  // namespace c10d_ext

@@ -17,6 +17,12 @@ def test_agreement() -> None:
     assert output.endswith("tests passed\n")
 
 
+def test_leaders_pass_on_little_data() -> None:
+    output = build.run(build.build("leaders_test", build.SOURCES))
+    print(output)
+    assert output.endswith("tests passed\n")
+
+
 def test_what_is_heard_over_lines_is_checked() -> None:
     output = build.run(build.build("fuzz_lines_test", build.SOURCES))
     print(output)

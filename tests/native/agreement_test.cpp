@@ -1,9 +1,9 @@
-// Ranks that agree on collectives, as threads of one process; the "data" of a collective is there
-// when a test says so. Run without arguments it runs every test; with arguments, those named.
+// Ranks that agree on collectives. Run without arguments it runs every test; with arguments, those
+// named.
 // One file, for its tests share the threads that are ranks.
 
 #include "backends/checked/agreement.h"
-#include "control/connection.h"
+#include "control/meeting.h"
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
@@ -22,6 +22,7 @@
 #include <stdexcept>
 #include <thread>
 
+#include "agreement_ranks.h"
 #include "program.h"
 
 using namespace c10d_ext;
@@ -30,143 +31,6 @@ using Clock = std::chrono::steady_clock;
 using Kind = ErrorKind;
 
 namespace {
-
-class Store {
- public:
-  KeyValueStore view() {
-    KeyValueStore values;
-    values.set = [this](const std::string& key, const std::string& value) {
-      std::lock_guard lock(mutex_);
-      values_[key] = value;
-    };
-    values.get = [this](const std::string& key, std::chrono::milliseconds) { return at(key); };
-    values.has = [this](const std::string& key) {
-      std::lock_guard lock(mutex_);
-      return values_.count(key) != 0;
-    };
-    return values;
-  }
-  std::string at(const std::string& key) {
-    std::lock_guard lock(mutex_);
-    return values_.at(key);
-  }
-
- private:
-  std::mutex mutex_;
-  std::map<std::string, std::string> values_;
-};
-
-// A call and what became of it, which its group may tell later.
-class Call {
- public:
-  Agreement::Operation operation(Fingerprint called, std::chrono::milliseconds timeout) {
-    Agreement::Operation operation;
-    operation.op = std::string(name_of(called.op_type));
-    operation.called = std::move(called);
-    operation.timeout = timeout;
-    operation.begin = [state = state_](uint64_t seq) {
-      std::lock_guard lock(state->mutex);
-      state->begun = seq;
-      state->changed.notify_all();
-    };
-    operation.fail = [state = state_](const Failure& failure) {
-      std::lock_guard lock(state->mutex);
-      state->failure = failure;
-      state->changed.notify_all();
-    };
-    return operation;
-  }
-  // With data of this rank, which travels with the call.
-  Agreement::Operation operation(Fingerprint called, std::string data) {
-    Agreement::Operation operation = this->operation(std::move(called), kLong);
-    operation.data = std::move(data);
-    operation.receive = [state = state_](uint64_t seq, const std::vector<std::string>& received) {
-      std::lock_guard lock(state->mutex);
-      state->begun = seq;
-      state->received = received;
-      state->changed.notify_all();
-    };
-    return operation;
-  }
-
-  // The number under which it began.
-  uint64_t begun() {
-    std::unique_lock lock(state_->mutex);
-    CHECK(state_->changed.wait_for(lock, kLong,
-                                   [this] { return state_->begun != 0 || state_->failure; }));
-    if (state_->failure) {
-      std::fprintf(stderr, "%s\n", state_->failure->text.c_str());
-    }
-    CHECK(!state_->failure);
-    return state_->begun;
-  }
-  Failure failure() {
-    std::unique_lock lock(state_->mutex);
-    CHECK(state_->changed.wait_for(lock, kLong, [this] { return state_->failure.has_value(); }));
-    return *state_->failure;
-  }
-  bool has_begun() {
-    std::lock_guard lock(state_->mutex);
-    return state_->begun != 0;
-  }
-  bool has_failed() {
-    std::lock_guard lock(state_->mutex);
-    return state_->failure.has_value();
-  }
-  // The data of all ranks, where it came with the calls.
-  std::vector<std::string> received() {
-    std::lock_guard lock(state_->mutex);
-    return state_->received;
-  }
-
- private:
-  struct State {
-    std::mutex mutex;
-    std::condition_variable changed;
-    uint64_t begun = 0;
-    std::vector<std::string> received;
-    std::optional<Failure> failure;
-  };
-  const std::shared_ptr<State> state_ = std::make_shared<State>();
-};
-
-// `size` ranks, all at hand.
-class Ranks {
- public:
-  // `apart`: on machines of their own.
-  explicit Ranks(int size, bool apart = false) : ranks_(static_cast<size_t>(size)) {
-    std::vector<std::thread> threads;
-    for (int rank = 0; rank < size; ++rank) {
-      threads.emplace_back([&, rank] {
-        ranks_[static_cast<size_t>(rank)] =
-            Agreement::join(store_.view(), {rank, size, "test"}, kLong,
-                            apart ? "machine " + std::to_string(rank) : "");
-      });
-    }
-    for (auto& thread : threads) {
-      thread.join();
-    }
-  }
-
-  Agreement& operator[](int rank) {
-    return *ranks_[static_cast<size_t>(rank)];
-  }
-  void drop(int rank) {
-    ranks_[static_cast<size_t>(rank)].reset();
-  }
-
- private:
-  Store store_;
-  std::vector<std::unique_ptr<Agreement>> ranks_;
-};
-
-Fingerprint summed(int64_t count, ReduceOp op = ReduceOp::Sum) {
-  Fingerprint called;
-  called.op_type = OpType::AllReduce;
-  called.unit = "float32";
-  called.count = count;
-  return std::move(called).reduced_by(op);
-}
 
 Fingerprint of(OpType op_type) {
   Fingerprint called;
@@ -804,8 +668,7 @@ void who_leaves_is_named() {
 // Who ends without a word, on another machine.
 void who_is_gone_is_known() {
   Store store;
-  std::thread other(
-      [&] { connect_to_coordinator(store.view(), {1, 2, "test"}, kLong, "machine 1"); });
+  std::thread other([&] { meet(store.view(), {1, 2, "test"}, kLong, "machine 1"); });
   const auto root = Agreement::join(store.view(), {0, 2, "test"}, kLong, "machine 0");
   other.join();
   const auto late = Clock::now() + kLong;

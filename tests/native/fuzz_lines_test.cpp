@@ -17,6 +17,7 @@
 
 #include "backends/checked/coordinator.h"
 #include "backends/checked/protocol.h"
+#include "backends/checked/relay.h"
 #include "backends/checked/roster.h"
 #include "control/connection.h"
 #include "program.h"
@@ -27,7 +28,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kRanks = 4;
+constexpr int kRanks = 4;  // two on each host
 
 class Random {
  public:
@@ -173,7 +174,7 @@ double seconds() {
 }
 
 bool is_time_left(Clock::time_point began) {
-  return std::chrono::duration<double>(Clock::now() - began).count() < seconds() / 3;
+  return std::chrono::duration<double>(Clock::now() - began).count() < seconds() / 4;
 }
 
 uint64_t seed() {
@@ -221,6 +222,56 @@ void a_coordinator_takes_anything() {
   CHECK(taken > 0 && refused > 0 && told > 0 && begun > 0);
   std::printf("coordinator: %llu taken, %llu refused\n", static_cast<unsigned long long>(taken),
               static_cast<unsigned long long>(refused));
+}
+
+// Of all ranks of host `first / 2`, as their leader passes them on.
+Payload passed_on(int first, uint64_t seq, Random& random) {
+  Payload all;
+  for (int rank = first; rank < first + (random.one_in(9) ? 1 : 2); ++rank) {
+    all.put(sentence(kCalling, seq + random.one_in(9), 1, random).bytes());
+  }
+  return all;
+}
+
+void a_leader_takes_anything() {
+  Random random(seed() + 3);
+  const auto began = Clock::now();
+  uint64_t taken = 0, refused = 0, begun = 0;
+  while (is_time_left(began)) {
+    const Roster roster({2, kRanks, "test"}, members());
+    Relay relay(roster, [&](int rank, Says kind, const Payload&) {
+      CHECK((rank == 2 || rank == 3) &&
+            kind == kGo);  // rank 0 hears of calls from the ranks themselves
+      begun += kind == kGo;
+    });
+    uint64_t seq = 1;
+    for (int i = 0; i < 200; ++i) {
+      const bool is_changed = random.one_in(4);
+      const auto words_of = [&](const Payload& words) {
+        return Payload(is_changed ? changed(words.bytes(), random) : words.bytes());
+      };
+      try {
+        if (random.one_in(2)) {
+          relay.hear_call(2 + static_cast<int>(random.below(2)),
+                          words_of(sentence(kCalling, seq, 1, random)));
+        } else {
+          auto words = words_of(passed_on(0, seq, random));
+          relay.hear_calls(static_cast<int>(random.below(kRanks)), words);
+        }
+        ++taken;
+      } catch (const std::runtime_error&) {
+        ++refused;
+      }
+      if (random.one_in(6)) {
+        seq += random.one_in(2);
+        relay.settle(random.one_in(50) ? static_cast<uint64_t>(random.number()) : seq - 1);
+      }
+    }
+  }
+  CHECK(taken > 0 && refused > 0 && begun > 0);
+  std::printf("leader: %llu taken, %llu refused, %llu begun\n",
+              static_cast<unsigned long long>(taken), static_cast<unsigned long long>(refused),
+              static_cast<unsigned long long>(begun));
 }
 
 void words_are_taken_apart_or_refused() {
@@ -302,6 +353,7 @@ void a_line_takes_anything() {
 
 const std::vector<Test> kTests = {
     TEST(a_coordinator_takes_anything),
+    TEST(a_leader_takes_anything),
     TEST(words_are_taken_apart_or_refused),
     TEST(a_line_takes_anything),
 };

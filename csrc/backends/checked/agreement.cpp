@@ -10,12 +10,11 @@
 #include <thread>
 #include <utility>
 
-#include "backends/checked/coordinator.h"
+#include "backends/checked/duties.h"
 #include "backends/checked/open_calls.h"
-#include "backends/checked/participant.h"
 #include "backends/checked/protocol.h"
 #include "backends/checked/roster.h"
-#include "backends/checked/star.h"
+#include "backends/checked/service.h"
 #include "base/signal_masked_thread.h"
 #include "control/process.h"
 
@@ -27,8 +26,9 @@ using Clock = OpenCalls::Clock;
 using Milliseconds = Agreement::Milliseconds;
 using Kind = ErrorKind;
 
-// What rank 0 has to find out what is the matter.
-constexpr Milliseconds kVerdict{2000};
+// For so long after a caller's wait another one is expected: ranks that are at little data wait
+// one time after the other, and a thread that is woken in between takes more than it does.
+constexpr Milliseconds kLull{1};
 
 thread_local bool agreeing_here = false;
 
@@ -63,189 +63,6 @@ class HelpersSeat {
 
  private:
   std::atomic<bool>* const seat_;
-};
-
-// The agreements of this process that go on for other ranks after rank 0, which it is, has left.
-class Service {
- public:
-  static Service& of_this_process() {
-    return *instance();
-  }
-
-  void add(const Star* star) {
-    const std::lock_guard lock(mutex_);
-    stars_.push_back(star);
-  }
-  void remove(const Star* star) {
-    {
-      const std::lock_guard lock(mutex_);
-      std::erase(stars_, star);
-    }
-    ended_.notify_all();
-  }
-
-  // When it is over but for messages; kNever: not for now.
-  Clock::time_point until() const {
-    return until_;
-  }
-  // Whether messages, too, are left to themselves.
-  bool ends_at_once() const {
-    return at_once_;
-  }
-
-  void end(Milliseconds grace) {
-    at_once_ = grace.count() == 0;
-    until_ = Clock::now() + grace;
-    const std::lock_guard lock(mutex_);
-    for (const auto* star : stars_) {
-      star->wake(Star::Waiter::Thread);
-    }
-  }
-  bool goes_on(Milliseconds within) {
-    std::unique_lock lock(mutex_);
-    return !ended_.wait_for(lock, within, [this] { return stars_.empty(); });
-  }
-
- private:
-  // Never destroyed: threads outlive static objects.
-  static Service*& instance() {
-    static auto* now = [] {
-      const ForkGuard guard;
-      at_fork_in_child([] { instance() = new Service; });  // its threads are not there
-      return new Service;
-    }();
-    return now;
-  }
-
-  std::atomic<Clock::time_point> until_{OpenCalls::kNever};
-  std::atomic<bool> at_once_{false};
-  std::mutex mutex_;
-  std::condition_variable ended_;
-  std::vector<const Star*> stars_;
-};
-
-// What a rank does for the agreement: by one thread at a time.
-class Duties final : private Star::Listener {
- public:
-  // `roster` and `calls` outlive this.
-  Duties(const Roster& roster, OpenCalls& calls, std::vector<Connection> lines,
-         std::vector<FdOwner> death_sockets)
-      : calls_(calls),
-        star_(roster, *this, std::move(lines), std::move(death_sockets)),
-        participant_(
-            roster, calls, [this](Says kind, Payload words) { say(kind, std::move(words)); },
-            [this] { star_.wake(); }) {
-    if (roster.place().rank == 0) {
-      coordinator_.emplace(
-          roster, [this](int rank, Says kind, const Payload& words) { tell(rank, kind, words); });
-    }
-  }
-
-  // For what other threads may do: wait and wake.
-  const Star& star() const {
-    return star_;
-  }
-
-  // A caller waits in the thread's place, and wants to know when what it waits for may be over.
-  void set_helped(bool helped) {
-    helped_ = helped;
-  }
-
-  // Takes in what has come, and does what follows. When something is late.
-  Clock::time_point work(const Star::Ready& ready) {
-    star_.take_in(ready);
-    participant_.tell_news();
-    star_.beat();
-    const auto now = Clock::now();
-    participant_.look(now);
-    if (coordinator_) {
-      coordinator_->look(now);
-    }
-    settle();
-    return next_look();
-  }
-
-  // Says what there is to say, and does what follows at once. When something is late.
-  Clock::time_point tell_news() {
-    participant_.tell_news();
-    if (coordinator_) {
-      settle();  // it may have been the last call
-    }
-    return next_look();
-  }
-
-  Clock::time_point next_look() const {
-    return std::min({coordinator_ ? coordinator_->next_look() : OpenCalls::kNever,
-                     calls_.next_late(), star_.next_beat()});
-  }
-
-  // Leaves the group, on the thread.
-  void say_goodbye() {
-    if (!coordinator_) {
-      star_.leave();
-    }
-    for (auto& failed : calls_.close()) {
-      failed.call.fail(failed.failure);
-    }
-    star_.wake(Star::Waiter::Caller);
-    if (coordinator_) {
-      Service::of_this_process().add(&star_);
-    }
-    calls_.set_left();
-    if (coordinator_) {
-      serve();
-      star_.leave();
-      Service::of_this_process().remove(&star_);
-    }
-    star_.linger(kVerdict);
-  }
-
- private:
-  void settle() {
-    participant_.settle();
-    if (helped_) {
-      star_.wake(Star::Waiter::Caller);
-    }
-  }
-
-  void hear(int rank, uint32_t kind, Payload& words) override {
-    coordinator_ ? coordinator_->hear(rank, kind, words) : participant_.obey(kind, words);
-  }
-
-  void lose(const std::vector<int>& ranks, const std::string& how) override {
-    coordinator_ ? coordinator_->lose(ranks, how) : participant_.lose_root(how);
-  }
-
-  // To rank 0, which may be this one.
-  void say(Says kind, Payload words) {
-    coordinator_ ? coordinator_->hear(0, kind, words) : star_.say(0, kind, words);
-  }
-
-  // As the coordinator. To a rank, which may be this one.
-  void tell(int rank, Says kind, Payload words) {
-    rank == 0 ? participant_.obey(kind, words) : star_.say(rank, kind, words);
-  }
-
-  // Collectives fail from here on, but others may have messages among themselves.
-  void serve() {
-    auto& service = Service::of_this_process();
-    Payload nothing;
-    coordinator_->hear(0, kLeaving, nothing);
-    while (!coordinator_->is_alone() && !service.ends_at_once() &&
-           (Clock::now() < service.until() || coordinator_->has_messages())) {
-      const auto until = service.until() > Clock::now() ? service.until() : OpenCalls::kNever;
-      star_.take_in(star_.wait(Star::Waiter::Thread,
-                               std::min({coordinator_->next_look(), star_.next_beat(), until})));
-      star_.beat();
-      coordinator_->look(Clock::now());
-    }
-  }
-
-  OpenCalls& calls_;
-  Star star_;
-  Participant participant_;
-  std::optional<Coordinator> coordinator_;  // rank 0's
-  bool helped_ = false;
 };
 
 }  // namespace
@@ -409,11 +226,14 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
       call.fail(calls_.closed(call.op, 0, kForked));
       return 0;
     }
+    const bool is_little = static_cast<bool>(call.receive);
     auto [seq, failed] = calls_.enter(kind, std::move(words), std::move(call));
     if (failed) {
       failed->call.fail(failed->failure);
     } else if (!tell_here()) {
       duties_.star().wake();
+    } else if (!is_little && is_aside_) {
+      duties_.star().wake(Star::Waiter::Thread);  // who calls it may have other things to do
     }
     return seq;
   }
@@ -448,6 +268,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   }
 
   void stop_helping() {
+    last_help_ = Clock::now();
     const std::lock_guard lock(work_mutex_);
     duties_.set_helped(false);
     if (!calls_.is_leaving()) {
@@ -472,12 +293,24 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   void run() {
     auto until = Clock::now();
     while (!calls_.is_leaving()) {
-      const auto ready = duties_.star().wait(Star::Waiter::Thread, until);
+      const auto ready = wait(until);
       const std::lock_guard lock(work_mutex_);
       const Here here;
       until = thread_wakes_at_ = duties_.work(ready);
     }
     say_goodbye();
+  }
+
+  // Callers who are at it take in themselves what comes.
+  Star::Ready wait(Clock::time_point until) {
+    const auto now = Clock::now();
+    is_aside_ = now < last_help_.load() + kLull;
+    if (!is_aside_) {
+      return duties_.star().wait(Star::Waiter::Thread, until);
+    }
+    auto ready = duties_.star().wait_aside(std::min(until, now + kLull));
+    is_aside_ = false;
+    return ready;
   }
 
   // The thread's alone, once the group is being left.
@@ -497,6 +330,9 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
 
   // A caller waits in the thread's place.
   std::atomic<bool> has_helper_{false};
+  // When one did last, and whether the thread leaves lines to the next one.
+  std::atomic<Clock::time_point> last_help_{Clock::time_point()};
+  std::atomic<bool> is_aside_{false};
 
   // Guards all that follows, but for waits and wakes. Locked by who does the agreement's work.
   std::mutex work_mutex_;
@@ -506,7 +342,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
 
 std::unique_ptr<Agreement> Agreement::join(const KeyValueStore& store, const Place& place,
                                            Milliseconds timeout, const std::string& machine) {
-  auto impl = std::make_shared<Impl>(connect_to_coordinator(store, place, timeout, machine), place);
+  auto impl = std::make_shared<Impl>(meet(store, place, timeout, machine), place);
   return std::unique_ptr<Agreement>(new Agreement(std::move(impl)));
 }
 

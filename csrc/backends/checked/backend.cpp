@@ -20,6 +20,7 @@
 #include "base/memory.h"
 #include "base/timeouts.h"
 #include "base/wait_timer.h"
+#include "control/meeting.h"
 #include "control/open_groups.h"
 #include "control/rendezvous.h"
 #include "work/coalesced.h"
@@ -443,6 +444,7 @@ void bind_checked(pybind11::module_& m) {
       .def_property_readonly("inner", &CheckedBackend::inner_backend,
                              "The backend that does the work.");
   m.def("usual_piggyback", &usual_piggyback, py::arg("ranks"));
+  m.attr("MOST_LEADERS") = kMostLeaders;
   m.def("close_checked_groups", &CheckedBackend::close_all, py::arg("grace"),
         py::call_guard<py::gil_scoped_release>());
 }

@@ -54,20 +54,27 @@ void CallTable::add(Calls& calls, uint64_t seq, OpenCall call) {
 }
 
 void CallTable::go(uint64_t seq, std::vector<std::string> data) {
-  const auto found = waiting_.find(seq);
-  if (found == waiting_.end() || end_) {
+  if (!end_) {
+    if (auto waited = waiting_.extract(seq)) {
+      running_.insert(std::move(waited));
+    }
+  }
+  const auto found = running_.find(seq);
+  if (found == running_.end() || !found->second.begin) {
     return;
   }
   auto& call = found->second;
-  if (!data.empty() && call.receive) {
-    call.begin = [receive = std::move(call.receive), data = std::move(data)](uint64_t seq) {
+  auto receive = std::exchange(call.receive, nullptr);
+  auto begin = std::exchange(call.begin, nullptr);
+  if (!data.empty() && receive) {
+    begin = [receive = std::move(receive), data = std::move(data)](uint64_t seq) {
       receive(seq, data);
     };
   }
-  begins_.emplace_back(seq, std::move(call.begin));
-  found->second.late = kNever;
-  found->second.asked = false;
-  running_.insert(waiting_.extract(found));
+  begins_.emplace(seq, std::move(begin));
+  call.late = kNever;
+  call.asked = false;
+  agreed_ = std::max(agreed_, seq);
 }
 
 void CallTable::grant(uint64_t number, uint64_t peer) {
@@ -111,7 +118,19 @@ void CallTable::finish(End end) {
   for (auto& [seq, call] : running_) {
     call.late = call.asked ? Clock::now() : end.grace == kUnlimited ? kNever : after(end.grace);
   }
+  keep_agreed(end);
   end_ = std::move(end);
+}
+
+void CallTable::keep_agreed(const End& end) {
+  const bool have_leaders_lines = !roster_.hosts().empty();
+  for (auto it = waiting_.begin(); it != waiting_.end();) {
+    const auto waited = it++;
+    if (have_leaders_lines && waited->first <= end.agreed && waited->second.receive) {
+      waited->second.late = after(end.word_grace);
+      running_.insert(waiting_.extract(waited));
+    }
+  }
 }
 
 void CallTable::doom(uint64_t seq) {
@@ -123,7 +142,9 @@ void CallTable::doom(uint64_t seq) {
 
 std::vector<CallTable::Failed> CallTable::close() {
   std::vector<Failed> fails;
-  abandoned_ |= running_.size() > begins_.size();
+  const auto begun = std::count_if(running_.begin(), running_.end(),
+                                   [](auto& running) { return !running.second.begin; });
+  abandoned_ |= static_cast<size_t>(begun) > begins_.size();
   begins_.clear();
   for (auto* calls : {&waiting_, &running_, &messages_}) {
     for (auto& [seq, call] : *calls) {
@@ -200,7 +221,7 @@ std::pair<std::vector<CallTable::Begin>, std::vector<CallTable::Failed>> CallTab
       ++it;
       continue;
     }
-    const auto begun = std::erase_if(begins_, [&](auto& b) { return b.first == it->first; }) == 0;
+    const bool begun = begins_.erase(it->first) == 0 && !it->second.begin;
     abandoned_ |= begun;
     it = fail(running_, it);
   }
@@ -208,12 +229,13 @@ std::pair<std::vector<CallTable::Begin>, std::vector<CallTable::Failed>> CallTab
 }
 
 std::optional<CallTable::Begin> CallTable::next_to_begin() {
-  if (begins_.empty() || running_.begin()->first != begins_.front().first) {
+  const auto next = begins_.begin();
+  if (next == begins_.end() || running_.begin()->first != next->first ||
+      (!waiting_.empty() && waiting_.begin()->first < next->first)) {
     return std::nullopt;
   }
-  auto next = std::move(begins_.front());
-  begins_.pop_front();
-  return next;
+  auto taken = begins_.extract(next);
+  return Begin(taken.key(), std::move(taken.mapped()));
 }
 
 }  // namespace c10d_ext

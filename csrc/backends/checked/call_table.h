@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <map>
 #include <optional>
@@ -31,7 +30,8 @@ struct OpenCall {
   std::function<void(const Failure&)> fail;
   std::chrono::steady_clock::time_point late{};  // when it has taken too long, as far as is known
   bool asked = false;                            // rank 0, what is the matter
-  // Instead of `begin`, where all ranks' data came with the calls.
+  // Instead of `begin`, where all ranks' data came with the calls. Both are taken out once all
+  // ranks have called it.
   std::function<void(uint64_t, const std::vector<std::string>&)> receive;
 };
 
@@ -106,8 +106,11 @@ class CallTable {
   }
   // Whether a collective is there that has not begun.
   bool is_waiting(uint64_t seq) const {
-    return waiting_.count(seq) != 0 ||
-           std::any_of(begins_.begin(), begins_.end(), [&](auto& b) { return b.first == seq; });
+    return waiting_.count(seq) != 0 || begins_.count(seq) != 0;
+  }
+  // The last collective that all ranks have called, as far as is known.
+  uint64_t agreed() const {
+    return agreed_;
   }
   bool has_collectives() const {
     return !waiting_.empty() || !running_.empty();
@@ -122,6 +125,8 @@ class CallTable {
   using Calls = std::map<uint64_t, OpenCall>;
 
   void add(Calls& calls, uint64_t seq, OpenCall call);
+  // Those that leaders may yet say to go with wait on.
+  void keep_agreed(const End& end);
   void deny(Calls& calls, uint64_t seq, ErrorKind kind, const Difference& why);
   Failure failure_of(ErrorKind kind, const std::string& op, uint64_t seq, const std::string& text,
                      std::vector<int> ranks) const;
@@ -129,12 +134,14 @@ class CallTable {
   const Roster& roster_;
   const Milliseconds verdict_;
   bool abandoned_ = false;
+  uint64_t agreed_ = 0;
   Calls waiting_;  // for the other ranks to call it
   Calls running_;
   Calls messages_;  // that wait for their other ends
   // Nothing that waits is late before.
   Clock::time_point soonest_ = kNever;
-  std::deque<Begin> begins_;  // agreed on, in their order
+  // Agreed on, by their numbers: rank 0's word may come before a leader's of an earlier one.
+  std::map<uint64_t, std::function<void(uint64_t)>> begins_;
   std::vector<Begin> grants_;
   std::vector<Failed> fails_;
   std::optional<End> end_;

@@ -1,6 +1,7 @@
 #include "backends/checked/coordinator.h"
 
 #include <algorithm>
+#include <numeric>
 #include <sstream>
 #include <stdexcept>
 #include <utility>
@@ -15,7 +16,10 @@ using Kind = ErrorKind;
 }  // namespace
 
 Coordinator::Coordinator(const Roster& roster, Tell tell)
-    : roster_(roster), tell_(std::move(tell)), progress_(roster) {}
+    : roster_(roster),
+      tell_(std::move(tell)),
+      progress_(roster),
+      messages_(roster, progress_, tell_) {}
 
 void Coordinator::hear(int rank, uint32_t kind, Payload& words) {
   switch (kind) {
@@ -31,13 +35,15 @@ void Coordinator::hear(int rank, uint32_t kind, Payload& words) {
           posted.peer < (posted.sends ? 0 : -1)) {
         throw std::runtime_error("a message to or from nobody");
       }
-      match(posted);
+      if (!has_ended_) {
+        messages_.add(posted);
+      }
       break;
     }
     case kLate: {
       const auto seq = static_cast<uint64_t>(words.number());
       const auto within = words.text();
-      ask({seq, kLate, within}, progress_.suspects(seq));
+      ask({seq, kLate, within}, suspects_of(seq));
       break;
     }
     case kBroken: {
@@ -61,18 +67,26 @@ void Coordinator::hear(int rank, uint32_t kind, Payload& words) {
     case kOverdue: {
       const auto number = static_cast<uint64_t>(words.number());
       const auto within = words.text();
-      if (matching_.find(rank, number) != nullptr) {
+      if (messages_.waits(rank, number)) {
         ask({number, kOverdue, within, rank}, awaited_by(rank, kOverdue, number));
       }
+      break;
+    }
+    case kSevered: {
+      const auto peer = words.number();
+      if (peer < 0 || peer >= roster_.place().size) {
+        throw std::runtime_error("a line to nobody");
+      }
+      // It may have ended, of which this one is yet to hear.
+      ask({0, kSevered, "", static_cast<int>(peer)}, {});
       break;
     }
     case kPong:
       questions_.hear(rank);
       break;
     case kLeaving:
-      progress_.leave(rank);
-      matching_.take_out([&](const Posted& posted) { return posted.rank == rank; });
-      deny_those_without_peers();
+      progress_.leave(rank, static_cast<uint64_t>(words.number()));
+      messages_.leave(rank);
       compare();
       break;
     case kAborting:
@@ -107,17 +121,23 @@ bool Coordinator::is_alone() const {
 }
 
 bool Coordinator::has_messages() const {
-  return !matching_.is_empty();
+  return !messages_.is_empty();
+}
+
+std::vector<int> Coordinator::all_ranks() const {
+  std::vector<int> ranks(static_cast<size_t>(roster_.place().size));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
 }
 
 void Coordinator::tell_all(Says kind, const Payload& words) {
-  for (int rank = 0; rank < roster_.place().size; ++rank) {
+  for (const int rank : all_ranks()) {
     tell_(rank, kind, words);
   }
 }
 
 void Coordinator::compare() {
-  if (progress_.has_someone_called() && progress_.has_lost_some()) {
+  if (progress_.is_next_lost()) {
     end_for_all(progress_.lost());  // what a rank called before it left it will not do
   }
   while (!has_ended_ && progress_.have_all_called()) {
@@ -134,89 +154,44 @@ void Coordinator::compare() {
       }
     } else {
       put_all_data(words, calls.data);
-      tell_all(kGo, words);
+      const bool leaders_tell = !calls.data.empty() && !roster_.hosts().empty();
+      for (const int rank : leaders_tell ? roster_.own_host() : all_ranks()) {
+        tell_(rank, kGo, words);
+      }
     }
   }
 }
 
-void Coordinator::match(const Posted& posted) {
-  if (has_ended_) {
-    return;
-  }
-  const auto other = matching_.match(posted);
-  if (!other) {
-    deny_those_without_peers();
-    return;
-  }
-  const Posted& send = posted.sends ? posted : *other;
-  const Posted& receive = posted.sends ? *other : posted;
-  if (send.bytes == receive.bytes && send.dtype == receive.dtype) {
-    tell_(send.rank, kGranted, Payload().put(static_cast<int64_t>(send.number)).put(receive.rank));
-    tell_(receive.rank, kGranted,
-          Payload().put(static_cast<int64_t>(receive.number)).put(send.rank));
-    return;
-  }
-  const Difference how{text_of_misfit(send.rank, send.bytes, send.dtype, receive.rank,
-                                      receive.bytes, receive.dtype, send.tag),
-                       {send.rank, receive.rank}};
-  deny(send, Kind::Mismatch, how);
-  deny(receive, Kind::Mismatch, how);
-}
-
-void Coordinator::deny(const Posted& posted, Kind kind, const Difference& why) {
-  tell_(posted.rank, kDenied,
-        Payload()
-            .put(static_cast<int64_t>(posted.number))
-            .put(static_cast<int64_t>(kind))
-            .put(why.text)
-            .put(why.ranks));
-}
-
-std::vector<int> Coordinator::peers_of(const Posted& posted) const {
-  std::vector<int> peers;
-  for (int rank = 0; rank < roster_.place().size; ++rank) {
-    if (rank == posted.peer || (posted.peer < 0 && rank != posted.rank)) {
-      peers.push_back(rank);
-    }
-  }
-  return peers;
-}
-
-void Coordinator::deny_those_without_peers() {
-  if (!progress_.has_lost_some()) {
-    return;
-  }
-  const auto orphans = matching_.take_out([this](const Posted& posted) {
-    const auto peers = peers_of(posted);
-    return std::none_of(peers.begin(), peers.end(),
-                        [this](int r) { return progress_.is_there(r); });
-  });
-  for (const auto& orphan : orphans) {
-    const auto peers = peers_of(orphan);
-    const auto who = roster_.describe(peers, [this](int rank) { return progress_.how_left(rank); });
-    deny(orphan, Kind::RankLost, {text_of_loss(text_of_message(orphan.tag), who), peers});
-  }
-}
-
-void Coordinator::end_for_all(const End& end) {
+void Coordinator::end_for_all(End end) {
   if (!has_ended_) {
     has_ended_ = true;
+    end.agreed = progress_.agreed();
     tell_all(kOver, encoded(end));
   }
 }
 
+std::vector<int> Coordinator::suspects_of(uint64_t seq) const {
+  return seq > progress_.agreed() ? progress_.suspects(seq) : leaders();
+}
+
+std::vector<int> Coordinator::leaders() const {
+  std::vector<int> ranks;
+  for (const auto& host : roster_.hosts()) {
+    ranks.push_back(host.front());
+  }
+  return ranks;
+}
+
 std::vector<int> Coordinator::awaited_by(int rank, Says question, uint64_t number) const {
   if (question == kAsking) {
-    return number > progress_.agreed() ? progress_.suspects(number) : std::vector<int>();
+    return suspects_of(number);
   }
-  const auto* posted = matching_.find(rank, number);
-  return posted == nullptr || posted->peer < 0 ? std::vector<int>() : peers_of(*posted);
+  return messages_.awaited_by(rank, number);
 }
 
 void Coordinator::ask(Question question, const std::vector<int>& ranks) {
   // Of one that ends the group one is enough.
-  if (has_ended_ || (question.kind == kLate && question.seq <= progress_.agreed()) ||
-      (question.ends_group() && questions_.has_end())) {
+  if (has_ended_ || (question.ends_group() && questions_.has_end())) {
     return;
   }
   for (const int rank : ranks) {
@@ -234,9 +209,16 @@ void Coordinator::answer(const Question& question) {
            : question.silent.count(rank) != 0 ? "silent"
                                               : "alive";
   };
+  const auto is_stuck = [&](int rank) {
+    const auto state = state_of(rank);
+    return state == "stopped" || state == "silent";
+  };
   const uint64_t seq = question.seq;
   if (question.kind == kAsking || question.kind == kAskingOfMessage) {
-    const auto ranks = awaited_by(question.of, question.kind, seq);
+    auto ranks = awaited_by(question.of, question.kind, seq);
+    if (question.kind == kAsking && seq <= progress_.agreed()) {
+      std::erase_if(ranks, [&](int rank) { return !is_stuck(rank); });
+    }
     tell_(question.of, kAwaited,
           Payload()
               .put(question.kind)
@@ -247,27 +229,26 @@ void Coordinator::answer(const Question& question) {
   }
   if (question.kind == kOverdue) {
     const auto ranks = awaited_by(question.of, question.kind, seq);
-    for (const auto& posted : matching_.take_out(
-             [&](const Posted& p) { return p.rank == question.of && p.number == seq; })) {
-      const auto text = "the " + text_of_message(posted.tag) + " must be done within " +
-                        question.why + ", got no answer from " +
-                        (ranks.empty() ? "any rank" : roster_.describe(ranks, state_of));
-      deny(posted, Kind::Timeout, {text, ranks});
-    }
+    messages_.give_up(question.of, seq,
+                      "must be done within " + question.why + ", got no answer from " +
+                          (ranks.empty() ? "any rank" : roster_.describe(ranks, state_of)),
+                      ranks);
     return;
   }
-  auto ranks = progress_.suspects(seq);
-  const auto is_stuck = [&](int rank) {
-    const auto state = state_of(rank);
-    return state == "stopped" || state == "silent";
-  };
+  if (question.kind == kSevered && !progress_.has_lost_some()) {
+    lose({question.of}, kUnreachable);
+    return;
+  }
   if (question.kind == kLate) {
-    if (seq > progress_.agreed()) {
-      const auto behind = ranks;
-      // Those that are well may wait for what the others owe them.
-      if (std::any_of(ranks.begin(), ranks.end(), is_stuck)) {
-        std::erase_if(ranks, [&](int rank) { return !is_stuck(rank); });
-      }
+    auto ranks = suspects_of(seq);
+    const auto behind = seq > progress_.agreed() ? ranks : std::vector<int>();
+    const bool are_some_stuck = std::any_of(ranks.begin(), ranks.end(), is_stuck);
+    // Those that are well may wait for what the others owe them.
+    if (are_some_stuck) {
+      std::erase_if(ranks, [&](int rank) { return !is_stuck(rank); });
+    }
+    // What all have called is about to begin, where their leaders are well.
+    if (!behind.empty() || are_some_stuck) {
       std::ostringstream text;
       text << "the collective " << seq << " must be done within " << question.why
            << ", got no answer from " << roster_.describe(ranks, state_of);
@@ -281,6 +262,7 @@ void Coordinator::answer(const Question& question) {
   } else if (progress_.has_lost_some()) {
     end_for_all(progress_.lost());
   } else {
+    auto ranks = progress_.suspects(seq);
     std::erase_if(ranks, [&](int rank) { return !is_stuck(rank); });
     std::ostringstream text;
     text << "the data of collective " << seq << " must arrive, got " << question.why;

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "backends/checked/matching.h"
+#include "backends/checked/posted_messages.h"
 #include "backends/checked/protocol.h"
 #include "backends/checked/questions.h"
 #include "backends/checked/rank_progress.h"
@@ -41,25 +41,23 @@ class Coordinator {
 
  private:
   void compare();
-  void match(const Posted& posted);
-  void deny(const Posted& posted, ErrorKind kind, const Difference& why);
-  // Ranks that left post nothing more.
-  void deny_those_without_peers();
+  std::vector<int> all_ranks() const;
   void tell_all(Says kind, const Payload& words);
-  void end_for_all(const End& end);
+  void end_for_all(End end);
   void ask(Question question, const std::vector<int>& ranks);
   void answer(const Question& question);
 
+  // Who has not called a collective; where all have, those who may not have said so.
+  std::vector<int> suspects_of(uint64_t seq) const;
+  std::vector<int> leaders() const;
   // Whom collective or message `number` of `rank` waits for; none where that can be anybody.
   std::vector<int> awaited_by(int rank, Says question, uint64_t number) const;
-  // Whom a message can come from, or go to.
-  std::vector<int> peers_of(const Posted& posted) const;
 
   const Roster& roster_;
   const Tell tell_;
   bool has_ended_ = false;
   RankProgress progress_;
-  Matching matching_;
+  PostedMessages messages_;
   Questions questions_;
 };
 

@@ -24,12 +24,13 @@ std::pair<uint64_t, std::optional<OpenCalls::Failed>> OpenCalls::enter(Says kind
         leaving_ ? closed(call.op, seq, kDestroyed) : table_.told(call.op, seq, call.tag);
     return {seq, Failed{std::move(call), std::move(failure)}};
   }
+  const bool has_data = static_cast<bool>(call.receive);
   if (collective) {
     table_.add_collective(seq, std::move(call));
   } else {
     table_.add_message(seq, std::move(call));
   }
-  news_.push_back({seq, kind, words.put(static_cast<int64_t>(seq))});
+  news_.push_back({seq, kind, words.put(static_cast<int64_t>(seq)), has_data});
   return {seq, std::nullopt};
 }
 
@@ -52,6 +53,11 @@ bool OpenCalls::done(uint64_t seq) {
 uint64_t OpenCalls::count() const {
   const std::lock_guard lock(mutex_);
   return count_;
+}
+
+uint64_t OpenCalls::agreed() const {
+  const std::lock_guard lock(mutex_);
+  return table_.agreed();
 }
 
 bool OpenCalls::has_collectives() const {

@@ -40,6 +40,7 @@ class OpenCalls {
     uint64_t seq;
     Says kind;
     Payload words;
+    bool has_data = false;  // of a call
   };
 
   // `roster` outlives this. `verdict`: what rank 0 has to find out what is the matter.
@@ -54,6 +55,7 @@ class OpenCalls {
   // The data of number `seq` is there. Whether another one may begin now.
   bool done(uint64_t seq);
   uint64_t count() const;
+  uint64_t agreed() const;
   bool has_collectives() const;
   // Whether collective `seq` has neither begun nor failed.
   bool is_waiting(uint64_t seq) const;

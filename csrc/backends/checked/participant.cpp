@@ -1,5 +1,6 @@
 #include "backends/checked/participant.h"
 
+#include <limits>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -12,10 +13,19 @@ using Clock = Participant::Clock;
 using Milliseconds = std::chrono::milliseconds;
 using Kind = ErrorKind;
 
+// What rank 0 has agreed on before it was lost nobody knows, but leaders may.
+constexpr uint64_t kAnyAgreed = std::numeric_limits<uint64_t>::max();
+constexpr Milliseconds kLastWord{50};
+
 }  // namespace
 
-Participant::Participant(const Roster& roster, OpenCalls& calls, Say say, Wake wake)
-    : roster_(roster), calls_(calls), say_(std::move(say)), wake_(std::move(wake)) {}
+Participant::Participant(const Roster& roster, OpenCalls& calls, Say say, SayCall say_call,
+                         Wake wake)
+    : roster_(roster),
+      calls_(calls),
+      say_(std::move(say)),
+      say_call_(std::move(say_call)),
+      wake_(std::move(wake)) {}
 
 void Participant::obey(uint32_t kind, Payload& words) {
   switch (kind) {
@@ -78,15 +88,21 @@ void Participant::obey(uint32_t kind, Payload& words) {
 
 void Participant::lose_root(const std::string& how) {
   if (!root_left_) {
+    const bool is_unreachable = how == kUnreachable;
     calls_.finish({Kind::RankLost,
                    {0},
                    roster_.describe(0, how),
-                   how == kUnreachable ? Milliseconds(0) : kDataGrace});
+                   is_unreachable ? Milliseconds(0) : kDataGrace,
+                   kAnyAgreed,
+                   is_unreachable ? Milliseconds(0) : kLastWord});
   }
 }
 
 void Participant::tell_news() {
   for (auto& one : calls_.take_news()) {
+    if (one.has_data) {
+      say_call_(one.words);
+    }
     if (one.kind != kBroken || calls_.break_off(one.seq)) {
       say_(one.kind, std::move(one.words));
     }

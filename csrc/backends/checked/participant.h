@@ -22,8 +22,11 @@ class Participant {
   // Has the thread come round once more.
   using Wake = std::function<void()>;
 
+  // A call with its data, to this rank's leader.
+  using SayCall = std::function<void(const Payload& words)>;
+
   // `roster` and `calls` outlive this.
-  Participant(const Roster& roster, OpenCalls& calls, Say say, Wake wake);
+  Participant(const Roster& roster, OpenCalls& calls, Say say, SayCall say_call, Wake wake);
 
   // What rank 0 says. Throws std::runtime_error where that makes no sense.
   void obey(uint32_t kind, Payload& words);
@@ -46,6 +49,7 @@ class Participant {
   const Roster& roster_;
   OpenCalls& calls_;
   const Say say_;
+  const SayCall say_call_;
   const Wake wake_;
   bool root_left_ = false;
 };

@@ -52,6 +52,24 @@ Fingerprint take_fingerprint(Payload& words) {
   return called;
 }
 
+Calling take_call(Payload& words, int ranks) {
+  Calling call;
+  call.called = take_fingerprint(words);
+  const auto is_of_all = [&](const auto& parts) {
+    return parts.empty() || parts.size() == static_cast<size_t>(ranks);
+  };
+  if (!is_of_all(call.called.sends) || !is_of_all(call.called.expects) ||
+      call.called.root >= ranks) {
+    throw std::runtime_error("a call of another group");
+  }
+  call.data = take_data(words);
+  if (call.data && call.data->size() * static_cast<size_t>(ranks) > kMostData) {
+    throw std::runtime_error("a call with too much data");
+  }
+  call.seq = static_cast<uint64_t>(words.number());
+  return call;
+}
+
 void put_data(Payload& words, const std::optional<std::string>& data) {
   words.put(data ? 1 : 0);
   if (data) {
@@ -106,7 +124,8 @@ Payload encoded(const End& end) {
       .put(static_cast<int64_t>(end.kind))
       .put(end.ranks)
       .put(end.why)
-      .put(static_cast<int64_t>(end.grace.count()));
+      .put(static_cast<int64_t>(end.grace.count()))
+      .put(static_cast<int64_t>(end.agreed));
 }
 
 End take_end(Payload& words) {
@@ -115,6 +134,7 @@ End take_end(Payload& words) {
   end.ranks = words.numbers<int>();
   end.why = words.text();
   end.grace = std::chrono::milliseconds(within(words.number(), -1, kMostGrace));
+  end.agreed = static_cast<uint64_t>(words.number());
   return end;
 }
 

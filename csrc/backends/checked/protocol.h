@@ -18,8 +18,20 @@
 //   Pong                               ->
 //                                      <- Over: the group is of no more use, and why
 //                                      <- Doomed: has broken off somewhere after the end
-//   Leaving, Aborting                  ->
+//   Leaving: after which collective,
+//   Aborting                           ->
 //   Beat: nothing, between hosts       <->
+//
+// Where there are lines among leaders, a call with its data goes to the rank's leader, too, and
+// rank 0 says Go to its own host alone where all gave their data:
+//
+//   rank of a host                        its leader             the other leaders
+//   Calling                            ->
+//                                         Relaying: the calls
+//                                         of all its ranks    ->
+//                                      <- Go, with all data,
+//                                         once all have called
+//   a leader, to rank 0: Severed: which leader it cannot hear any more
 
 #include <chrono>
 #include <cstddef>
@@ -54,7 +66,9 @@ enum Says : uint32_t {
   kLeaving,
   kAborting,
   kDoomed,
-  kBeat
+  kBeat,
+  kRelaying,
+  kSevered
 };
 
 // Why a group is of no more use.
@@ -64,6 +78,10 @@ struct End {
   std::string why;
   // What a collective whose data is on its way still has; negative: all the time that it needs.
   std::chrono::milliseconds grace;
+  // The last collective on which rank 0 has heard all ranks agree.
+  uint64_t agreed = 0;
+  // What the leaders' word to go with one of those, which is on its way, still has. Not told.
+  std::chrono::milliseconds word_grace{1000};
 };
 // Ranks that left in good order have sent what they owe.
 constexpr std::chrono::milliseconds kUnlimited{-1};
@@ -73,6 +91,15 @@ constexpr std::chrono::milliseconds kDataGrace{1000};
 
 Payload encoded(const Fingerprint& called);
 Fingerprint take_fingerprint(Payload& words);
+
+// What a rank says of its call, which ends with its number.
+struct Calling {
+  Fingerprint called;
+  std::optional<std::string> data;
+  uint64_t seq = 0;
+};
+// Of a group of so many ranks. Throws std::runtime_error where it can be of no rank of it.
+Calling take_call(Payload& words, int ranks);
 
 // So many bytes of all ranks together travel with calls at most, whatever is set.
 constexpr size_t kMostData = 65536;

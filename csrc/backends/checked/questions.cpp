@@ -19,7 +19,7 @@ bool Questions::has_end() const {
 
 void Questions::add(Question question) {
   // A rank that is gone makes itself known meanwhile.
-  question.until = question.kind == kBroken  ? Clock::now() + kPatience
+  question.until = question.waits_for_news() ? Clock::now() + kPatience
                    : question.silent.empty() ? Clock::now()
                                              : Clock::now() + kPatience;
   questions_.push_back(std::move(question));
@@ -42,8 +42,7 @@ Questions::Clock::time_point Questions::next() const {
 std::vector<Question> Questions::take_ripe(Clock::time_point now) {
   std::vector<Question> ripe;
   std::erase_if(questions_, [&](const Question& question) {
-    // That data does not come may be for a rank whose end is yet to be heard of.
-    const bool answered = question.silent.empty() && question.kind != kBroken;
+    const bool answered = question.silent.empty() && !question.waits_for_news();
     if (answered || question.until <= now) {
       ripe.push_back(question);
       return true;

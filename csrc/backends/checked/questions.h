@@ -14,7 +14,7 @@
 namespace c10d_ext {
 
 // Something is the matter with collective `seq`, or message `seq` of rank `of`, or rank `of` asks
-// about one of them.
+// about one of them; or a leader has lost rank `of`.
 struct Question {
   uint64_t seq;
   Says kind;
@@ -25,7 +25,11 @@ struct Question {
 
   // Its answer ends the group.
   bool ends_group() const {
-    return kind == kLate || kind == kBroken;
+    return kind == kLate || waits_for_news();
+  }
+  // It may be for a rank whose end is yet to be heard of.
+  bool waits_for_news() const {
+    return kind == kBroken || kind == kSevered;
   }
 };
 

@@ -8,26 +8,22 @@
 namespace c10d_ext {
 
 void RankProgress::hear_call(int rank, Payload& words) {
-  auto called = take_fingerprint(words);
-  const auto is_of_all = [&](const auto& parts) {
-    return parts.empty() || parts.size() == calls_.size();
-  };
-  if (!is_of_all(called.sends) || !is_of_all(called.expects) ||
-      called.root >= roster_.place().size) {
-    throw std::runtime_error("a call of another group");
-  }
-  auto data = take_data(words);
-  if (data && data->size() * calls_.size() > kMostData) {
-    throw std::runtime_error("a call with too much data");
-  }
-  if (static_cast<uint64_t>(words.number()) != at(rank) + 1) {
+  Calling call = take_call(words, roster_.place().size);
+  if (call.seq != at(rank) + 1) {
     throw std::runtime_error("a call is missing");
   }
-  calls_[static_cast<size_t>(rank)].push_back({std::move(called), std::move(data)});
+  calls_[static_cast<size_t>(rank)].push_back(std::move(call));
 }
 
-bool RankProgress::has_someone_called() const {
-  return std::any_of(calls_.begin(), calls_.end(), [](auto& c) { return !c.empty(); });
+bool RankProgress::is_next_lost() const {
+  bool is_called = false, is_lost = false;
+  for (size_t rank = 0; rank < calls_.size(); ++rank) {
+    is_called = is_called || !calls_[rank].empty();
+    // Who has left after it knew that the others would call it, too.
+    const bool has_done = left_[rank] == kLeft && left_after_[rank] > agreed_;
+    is_lost = is_lost || (!left_[rank].empty() && !has_done);
+  }
+  return is_called && is_lost;
 }
 
 bool RankProgress::have_all_called() const {
@@ -64,6 +60,11 @@ std::vector<int> RankProgress::suspects(uint64_t seq) const {
     ranks.push_back(static_cast<int>(rank));
   }
   return ranks;
+}
+
+void RankProgress::leave(int rank, uint64_t after) {
+  left_[static_cast<size_t>(rank)] = kLeft;
+  left_after_[static_cast<size_t>(rank)] = after;
 }
 
 bool RankProgress::lose(const std::vector<int>& ranks, const std::string& how) {

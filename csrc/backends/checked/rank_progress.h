@@ -20,7 +20,10 @@ class RankProgress {
  public:
   // `roster` outlives it.
   explicit RankProgress(const Roster& roster)
-      : roster_(roster), calls_(static_cast<size_t>(roster.place().size)), left_(calls_.size()) {}
+      : roster_(roster),
+        calls_(static_cast<size_t>(roster.place().size)),
+        left_(calls_.size()),
+        left_after_(calls_.size()) {}
 
   // A rank says that it calls a collective. Throws std::runtime_error where that makes no sense.
   void hear_call(int rank, Payload& words);
@@ -32,9 +35,10 @@ class RankProgress {
   uint64_t at(int rank) const {
     return agreed_ + calls_[static_cast<size_t>(rank)].size();
   }
-  // Whether some rank has called the next collective, and whether all have.
-  bool has_someone_called() const;
+  // Whether all have called the next collective.
   bool have_all_called() const;
+  // Whether some have, and it will not come to be, as others are no more there.
+  bool is_next_lost() const;
   // Once all have: what each rank has called, which is agreed on from here on, and the data that
   // came with it, where all gave theirs.
   struct Calls {
@@ -46,10 +50,9 @@ class RankProgress {
   std::vector<int> suspects(uint64_t seq) const;
 
   // How ranks are no more there: kLeft, kGone or kUnreachable. The first time is the one that
-  // counts, but for a rank that says that it leaves.
-  void leave(int rank) {
-    left_[static_cast<size_t>(rank)] = kLeft;
-  }
+  // counts, but for a rank that says that it leaves. `after`: the last collective that it knows to
+  // be agreed on, of which its leader may have known before this one.
+  void leave(int rank, uint64_t after);
   // False: that was known of all of them.
   bool lose(const std::vector<int>& ranks, const std::string& how);
   bool is_there(int rank) const {
@@ -68,12 +71,9 @@ class RankProgress {
   const Roster& roster_;
   uint64_t agreed_ = 0;
   // What each rank has called since the last collective on which all agreed.
-  struct Call {
-    Fingerprint called;
-    std::optional<std::string> data;
-  };
-  std::vector<std::deque<Call>> calls_;
-  std::vector<std::string> left_;  // how each rank has, empty: it has not
+  std::vector<std::deque<Calling>> calls_;
+  std::vector<std::string> left_;     // how each rank has, empty: it has not
+  std::vector<uint64_t> left_after_;  // those that have
 };
 
 }  // namespace c10d_ext

@@ -1,12 +1,22 @@
 #include "backends/checked/roster.h"
 
+#include <algorithm>
+
 namespace c10d_ext {
 
 Roster::Roster(Place place, std::vector<Member> members)
-    : place_(std::move(place)), members_(std::move(members)) {
+    : place_(std::move(place)), members_(std::move(members)), hosts_(ranks_by_leader(members_)) {
   for (const auto& one : members_) {
     has_hosts_ = has_hosts_ || one.host != members_[0].host;
   }
+}
+
+const std::vector<int>& Roster::own_host() const {
+  static const std::vector<int> none;
+  const auto own = std::find_if(hosts_.begin(), hosts_.end(), [this](const auto& ranks) {
+    return std::find(ranks.begin(), ranks.end(), place_.rank) != ranks.end();
+  });
+  return own == hosts_.end() ? none : *own;
 }
 
 bool Roster::is_near(int rank) const {

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "base/errors.h"
-#include "control/connection.h"
+#include "control/meeting.h"
 
 namespace c10d_ext {
 
@@ -31,6 +31,12 @@ class Roster {
     return member(one).machine == member(other).machine &&
            member(one).network == member(other).network;
   }
+  // The ranks of each host by their leaders, where those have lines to each other, else none.
+  const std::vector<std::vector<int>>& hosts() const {
+    return hosts_;
+  }
+  // The ranks of this one's host, the first of which is its leader; none where there is no such.
+  const std::vector<int>& own_host() const;
   int pid(int rank) const {
     return member(rank).peer.pid;
   }
@@ -46,6 +52,7 @@ class Roster {
 
   const Place place_;
   const std::vector<Member> members_;
+  const std::vector<std::vector<int>> hosts_;
   bool has_hosts_ = false;
 };
 

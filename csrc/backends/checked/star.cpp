@@ -1,6 +1,7 @@
 #include "backends/checked/star.h"
 
 #include <poll.h>
+#include <sched.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -22,6 +23,9 @@ using Clock = Star::Clock;
 using Milliseconds = std::chrono::milliseconds;
 
 constexpr size_t kLongest = size_t{1} << 26;
+// For so long a caller stays awake, as what it waits for is on its way from another host at most:
+// to be woken would take it as long again.
+constexpr std::chrono::microseconds kAwake{200};
 
 // For epoll_wait(); -1: for ever.
 int milliseconds_until(Clock::time_point time) {
@@ -32,11 +36,12 @@ int milliseconds_until(Clock::time_point time) {
   return static_cast<int>(std::clamp(left, Milliseconds(0), Milliseconds(60'000)).count());
 }
 
-// Which lines go to ranks of which nothing would be heard when a link is down.
+// Which lines of rank 0's star go to ranks of which nothing would be heard when a link is down.
 std::vector<bool> far_ones(const std::vector<Connection>& lines, const Roster& roster) {
   std::vector<bool> is_far(lines.size());
   for (size_t i = 0; i < lines.size(); ++i) {
-    is_far[i] = lines[i].is_open() && roster.is_linked(static_cast<int>(i));
+    is_far[i] = lines[i].is_open() && roster.is_linked(static_cast<int>(i)) &&
+                (i == 0 || roster.place().rank == 0);
   }
   return is_far;
 }
@@ -88,6 +93,7 @@ Star::Star(const Roster& roster, Listener& listener, std::vector<Connection> lin
       wake_(new_event()),
       wake_one_{new_event(), new_event()},
       watched_{new_set(), new_set()},
+      watched_aside_(new_set()),
       lines_(std::move(lines)),
       watched_for_(lines_.size()),
       heartbeat_(far_ones(lines_, roster)),
@@ -96,7 +102,12 @@ Star::Star(const Roster& roster, Listener& listener, std::vector<Connection> lin
     add(watched_[waiter], wake_.get(), EPOLLIN | EPOLLEXCLUSIVE, kWoken);
     add(watched_[waiter], wake_one_[waiter].get(), EPOLLIN, kWokenAlone);
   }
-  add(watched_[static_cast<size_t>(Waiter::Thread)], death_sockets_->fd(), EPOLLIN, kCut);
+  const auto thread = static_cast<size_t>(Waiter::Thread);
+  add(watched_aside_, wake_.get(), EPOLLIN | EPOLLEXCLUSIVE, kWoken);
+  add(watched_aside_, wake_one_[thread].get(), EPOLLIN, kWokenAlone);
+  for (const auto* set : {&watched_[thread], &watched_aside_}) {
+    add(*set, death_sockets_->fd(), EPOLLIN, kCut);
+  }
   for (size_t i = 0; i < lines_.size(); ++i) {
     watch(i);
   }
@@ -111,9 +122,28 @@ void Star::wake(Waiter waiter) const {
 }
 
 Star::Ready Star::wait(Waiter waiter, Clock::time_point until) const {
+  return wait(watched_[static_cast<size_t>(waiter)], waiter, until);
+}
+
+Star::Ready Star::wait_aside(Clock::time_point until) const {
+  return wait(watched_aside_, Waiter::Thread, until);
+}
+
+Star::Ready Star::wait(const FdOwner& set, Waiter waiter, Clock::time_point until) const {
   std::array<epoll_event, 64> events;
-  const int count = epoll_wait(watched_[static_cast<size_t>(waiter)].get(), events.data(),
-                               events.size(), milliseconds_until(until));
+  const auto look = [&](int milliseconds) {
+    return epoll_wait(set.get(), events.data(), events.size(), milliseconds);
+  };
+  int count = 0;
+  if (waiter == Waiter::Caller) {
+    const auto stop = std::min(until, Clock::now() + kAwake);
+    while ((count = look(0)) == 0 && Clock::now() < stop) {
+      sched_yield();
+    }
+  }
+  if (count == 0) {
+    count = look(milliseconds_until(until));
+  }
   if (count < 0) {
     return everything();  // interrupted, maybe when something came
   }
@@ -252,9 +282,9 @@ void Star::lose(size_t line) {
   listener_.lose(ranks, is_unreachable ? kUnreachable : kGone);
 }
 
-void Star::leave() {
+void Star::leave(uint64_t after) {
   for (size_t i = 0; i < lines_.size(); ++i) {
-    say_over(i, kLeaving, {});
+    say_over(i, kLeaving, Payload().put(static_cast<int64_t>(after)));
   }
   death_sockets_.reset();
 }

@@ -1,7 +1,7 @@
 #pragma once
 
-// Rank 0's connections to the other ranks of a group, or another rank's one to rank 0: what comes
-// over them, and which are lost. No torch in here.
+// Rank 0's connections to the other ranks of a group, or another rank's one to rank 0, and those of
+// leaders: what comes over them, and which are lost. No torch in here.
 //
 // Two may wait for that at a time, the agreement's thread and a caller who has nothing else to do.
 // What comes wakes the caller where there is one, and else the thread (EPOLLEXCLUSIVE, of which the
@@ -42,7 +42,8 @@ class Star {
     virtual void lose(const std::vector<int>& ranks, const std::string& how) = 0;
   };
 
-  // `roster` and `listener` outlive this. By rank: a connection, and a socket for DeathSockets.
+  // `roster` and `listener` outlive this. By rank: a connection, and a socket for DeathSockets,
+  // where there are any.
   Star(const Roster& roster, Listener& listener, std::vector<Connection> lines,
        std::vector<FdOwner> death_sockets);
 
@@ -52,6 +53,8 @@ class Star {
 
   // Waits for something to come, until then at most.
   Ready wait(Waiter waiter, Clock::time_point until) const;
+  // The thread's: what comes over lines is left to callers.
+  Ready wait_aside(Clock::time_point until) const;
   // All that may have come, for who does not know.
   Ready everything() const;
   // Tells the listener of it.
@@ -64,8 +67,9 @@ class Star {
   // Says that this rank is there, where that is due.
   void beat();
 
-  // Says that this rank leaves; the others do not take its end for a loss.
-  void leave();
+  // Says that this rank leaves, and after which collective; the others do not take its end for a
+  // loss.
+  void leave(uint64_t after);
   // Until the others have heard what was said last, or have had `limit` for it.
   void linger(std::chrono::milliseconds limit);
 
@@ -74,6 +78,7 @@ class Star {
   static constexpr uint64_t kWokenAlone = kWoken + 1;
   static constexpr uint64_t kCut = kWoken + 2;
 
+  Ready wait(const FdOwner& set, Waiter waiter, Clock::time_point until) const;
   void say_over(size_t line, Says kind, const Payload& words);
   // Has what comes over a line wake a waiter, also where it takes more of what is unsent.
   void watch(size_t line);
@@ -88,6 +93,7 @@ class Star {
   // By Waiter: what wakes it alone, and what it waits for.
   const std::array<FdOwner, 2> wake_one_;
   const std::array<FdOwner, 2> watched_;
+  const FdOwner watched_aside_;
   std::vector<Connection> lines_;
   std::vector<uint32_t> watched_for_;  // by line: 0 where it is not watched
   Heartbeat heartbeat_;

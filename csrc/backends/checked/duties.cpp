@@ -1,0 +1,170 @@
+#include "backends/checked/duties.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+#include "backends/checked/service.h"
+
+namespace c10d_ext {
+
+Duties::Duties(const Roster& roster, OpenCalls& calls, std::vector<Connection> lines,
+               std::vector<FdOwner> death_sockets)
+    : roster_(roster),
+      calls_(calls),
+      star_(roster, *this, std::move(lines), std::move(death_sockets)),
+      participant_(
+          roster, calls, [this](Says kind, Payload words) { say(kind, std::move(words)); },
+          [this](const Payload& words) { say_call(words); }, [this] { star_.wake(); }) {
+  const auto tell_it = [this](int rank, Says kind, const Payload& words) {
+    tell(rank, kind, words);
+  };
+  const int rank = roster.place().rank;
+  if (rank == 0) {
+    coordinator_.emplace(roster, tell_it);
+  }
+  if (!roster.own_host().empty() && roster.own_host().front() == rank) {
+    relay_.emplace(roster, tell_it);
+  }
+}
+
+Duties::Clock::time_point Duties::work(const Star::Ready& ready) {
+  star_.take_in(ready);
+  participant_.tell_news();
+  star_.beat();
+  const auto now = Clock::now();
+  participant_.look(now);
+  if (coordinator_) {
+    coordinator_->look(now);
+  }
+  settle();
+  return next_look();
+}
+
+Duties::Clock::time_point Duties::tell_news() {
+  participant_.tell_news();
+  if (coordinator_ || relay_) {
+    settle();  // it may have been the last call
+  }
+  return next_look();
+}
+
+Duties::Clock::time_point Duties::next_look() const {
+  return std::min({coordinator_ ? coordinator_->next_look() : OpenCalls::kNever, calls_.next_late(),
+                   star_.next_beat()});
+}
+
+void Duties::say_goodbye() {
+  if (!coordinator_) {
+    star_.leave(calls_.agreed());
+  }
+  for (auto& failed : calls_.close()) {
+    failed.call.fail(failed.failure);
+  }
+  star_.wake(Star::Waiter::Caller);
+  if (coordinator_) {
+    Service::of_this_process().add(&star_);
+  }
+  calls_.set_left();
+  if (coordinator_) {
+    serve();
+    star_.leave(calls_.agreed());
+    Service::of_this_process().remove(&star_);
+  }
+  star_.linger(kVerdict);
+}
+
+void Duties::settle() {
+  participant_.settle();
+  if (helped_) {
+    star_.wake(Star::Waiter::Caller);
+  }
+}
+
+void Duties::hear(int rank, uint32_t kind, Payload& words) {
+  if (coordinator_) {
+    const auto& own = roster_.own_host();
+    if (relay_ && kind == kCalling && std::find(own.begin(), own.end(), rank) != own.end()) {
+      relay_->hear_call(rank, words);
+    }
+    coordinator_->hear(rank, kind, words);
+  } else if (relay_ && kind == kRelaying) {
+    relay_->hear_calls(rank, words);
+  } else if (rank == 0) {
+    obey(kind, words);
+  } else {
+    hear_beside_the_star(rank, kind, words);
+  }
+}
+
+void Duties::obey(uint32_t kind, Payload& words) {
+  if (relay_ && (kind == kGo || kind == kDiffer)) {
+    Payload told = words;
+    relay_->settle(static_cast<uint64_t>(told.number()));
+  }
+  participant_.obey(kind, words);
+}
+
+void Duties::hear_beside_the_star(int rank, uint32_t kind, Payload& words) {
+  if (kind == kLeaving) {
+    left_.insert(rank);
+  } else if (relay_ && kind == kCalling) {
+    relay_->hear_call(rank, words);
+  } else if (!relay_ && kind == kGo) {
+    participant_.obey(kind, words);
+  } else {
+    throw std::runtime_error("a sentence of an unknown kind");
+  }
+}
+
+void Duties::lose(const std::vector<int>& ranks, const std::string& how) {
+  if (coordinator_) {
+    coordinator_->lose(ranks, how);
+    return;
+  }
+  for (const int rank : ranks) {
+    if (rank == 0) {
+      participant_.lose_root(how);
+    } else if (left_.count(rank) == 0) {
+      say(kSevered, Payload().put(rank));
+    }
+  }
+}
+
+void Duties::say(Says kind, Payload words) {
+  coordinator_ ? coordinator_->hear(0, kind, words) : star_.say(0, kind, words);
+}
+
+void Duties::say_call(const Payload& words) {
+  if (relay_) {
+    relay_->hear_call(roster_.place().rank, words);
+  } else if (!roster_.own_host().empty() && roster_.own_host().front() != 0) {
+    star_.say(roster_.own_host().front(), kCalling, words);
+  }
+}
+
+void Duties::tell(int rank, Says kind, const Payload& words) {
+  if (rank != roster_.place().rank) {
+    star_.say(rank, kind, words);
+    return;
+  }
+  Payload own = words;
+  obey(kind, own);
+}
+
+void Duties::serve() {
+  auto& service = Service::of_this_process();
+  Payload left;
+  left.put(static_cast<int64_t>(calls_.agreed()));
+  coordinator_->hear(0, kLeaving, left);
+  while (!coordinator_->is_alone() && !service.ends_at_once() &&
+         (Clock::now() < service.until() || coordinator_->has_messages())) {
+    const auto until = service.until() > Clock::now() ? service.until() : OpenCalls::kNever;
+    star_.take_in(star_.wait(Star::Waiter::Thread,
+                             std::min({coordinator_->next_look(), star_.next_beat(), until})));
+    star_.beat();
+    coordinator_->look(Clock::now());
+  }
+}
+
+}  // namespace c10d_ext

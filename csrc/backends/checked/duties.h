@@ -1,0 +1,80 @@
+#pragma once
+
+// What a rank does for the agreement: its own part, and the coordinator's and a leader's where it
+// is one. No torch in here.
+
+#include <chrono>
+#include <optional>
+#include <set>
+#include <vector>
+
+#include "backends/checked/coordinator.h"
+#include "backends/checked/open_calls.h"
+#include "backends/checked/participant.h"
+#include "backends/checked/relay.h"
+#include "backends/checked/roster.h"
+#include "backends/checked/star.h"
+
+namespace c10d_ext {
+
+// What rank 0 has to find out what is the matter.
+constexpr std::chrono::milliseconds kVerdict{2000};
+
+// By one thread at a time.
+class Duties final : private Star::Listener {
+ public:
+  using Clock = OpenCalls::Clock;
+
+  // `roster` and `calls` outlive this.
+  Duties(const Roster& roster, OpenCalls& calls, std::vector<Connection> lines,
+         std::vector<FdOwner> death_sockets);
+
+  // For what other threads may do: wait and wake.
+  const Star& star() const {
+    return star_;
+  }
+
+  // A caller waits in the thread's place, and wants to know when what it waits for may be over.
+  void set_helped(bool helped) {
+    helped_ = helped;
+  }
+
+  // Takes in what has come, and does what follows. When something is late.
+  Clock::time_point work(const Star::Ready& ready);
+  // Says what there is to say, and does what follows at once. When something is late.
+  Clock::time_point tell_news();
+  Clock::time_point next_look() const;
+
+  // Leaves the group, on the thread.
+  void say_goodbye();
+
+ private:
+  void settle();
+
+  void hear(int rank, uint32_t kind, Payload& words) override;
+  // What rank 0, or this leader, has said.
+  void obey(uint32_t kind, Payload& words);
+  void hear_beside_the_star(int rank, uint32_t kind, Payload& words);
+  void lose(const std::vector<int>& ranks, const std::string& how) override;
+
+  // To rank 0, which may be this one.
+  void say(Says kind, Payload words);
+  // A call with its data, to this rank's leader, which may be this one.
+  void say_call(const Payload& words);
+  // As the coordinator, or a leader. To a rank, which may be this one.
+  void tell(int rank, Says kind, const Payload& words);
+
+  // Collectives fail from here on, but others may have messages among themselves.
+  void serve();
+
+  const Roster& roster_;
+  OpenCalls& calls_;
+  Star star_;
+  Participant participant_;
+  std::optional<Coordinator> coordinator_;  // rank 0's
+  std::optional<Relay> relay_;              // a leader's
+  std::set<int> left_;                      // of those to whom there is a line beside the star
+  bool helped_ = false;
+};
+
+}  // namespace c10d_ext

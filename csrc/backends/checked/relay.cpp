@@ -1,0 +1,119 @@
+#include "backends/checked/relay.h"
+
+#include <algorithm>
+#include <optional>
+#include <stdexcept>
+#include <utility>
+
+namespace c10d_ext {
+
+namespace {
+
+// Ranks give data where nothing of theirs is in flight, and so are a call or two apart.
+constexpr size_t kMostOpen = 64;
+
+}  // namespace
+
+Relay::Relay(const Roster& roster, Tell tell) : roster_(roster), tell_(std::move(tell)) {}
+
+Relay::Collective* Relay::open(uint64_t seq) {
+  if (is_settled(seq)) {
+    return nullptr;
+  }
+  if (open_.size() >= kMostOpen && open_.count(seq) == 0) {
+    throw std::runtime_error("calls that are too far apart");
+  }
+  return &open_[seq];
+}
+
+void Relay::hear_call(int rank, Payload words) {
+  Calling call = take_call(words, roster_.place().size);
+  const uint64_t seq = call.seq;
+  auto* collective = call.data ? open(seq) : nullptr;
+  if (collective == nullptr) {
+    return;
+  }
+  collective->calls.insert_or_assign(rank, std::move(call));
+  collective->said.insert_or_assign(rank, words.bytes());
+  if (collective->said.size() == roster_.own_host().size()) {
+    pass_on(*collective);
+    compare(seq);
+  }
+}
+
+void Relay::pass_on(const Collective& collective) const {
+  Payload all;
+  for (const auto& [rank, said] : collective.said) {
+    all.put(said);
+  }
+  for (const auto& ranks : roster_.hosts()) {
+    // Rank 0 has heard each of them.
+    if (const int leader = ranks.front(); leader != 0 && leader != roster_.place().rank) {
+      tell_(leader, kRelaying, all);
+    }
+  }
+}
+
+void Relay::hear_calls(int leader, Payload& words) {
+  const auto& hosts = roster_.hosts();
+  const auto host = std::find_if(hosts.begin(), hosts.end(),
+                                 [&](const auto& ranks) { return ranks.front() == leader; });
+  if (host == hosts.end()) {
+    throw std::runtime_error("calls that no leader passes on");
+  }
+  std::optional<uint64_t> seq;
+  std::map<int, Calling> calls;
+  for (const int rank : *host) {
+    Payload said(words.text());
+    Calling call = take_call(said, roster_.place().size);
+    if (!call.data || call.seq != seq.value_or(call.seq)) {
+      throw std::runtime_error("calls that do not belong together");
+    }
+    seq = call.seq;
+    calls.emplace(rank, std::move(call));
+  }
+  if (auto* collective = open(*seq)) {
+    collective->calls.merge(std::move(calls));
+    compare(*seq);
+  }
+}
+
+void Relay::settle(uint64_t seq) {
+  open_.erase(seq);
+  if (is_settled(seq)) {
+    return;
+  }
+  if (settled_.size() >= kMostOpen) {
+    throw std::runtime_error("collectives that are too far apart");
+  }
+  settled_.insert(seq);
+  while (settled_.erase(settled_up_to_ + 1) != 0) {
+    ++settled_up_to_;
+  }
+}
+
+void Relay::compare(uint64_t seq) {
+  auto& calls = open_.at(seq).calls;
+  const auto size = static_cast<size_t>(roster_.place().size);
+  if (calls.size() < size || roster_.place().rank == 0) {
+    return;
+  }
+  std::vector<Fingerprint> called;
+  std::vector<std::string> data;
+  for (auto& [rank, call] : calls) {
+    called.push_back(std::move(call.called));
+    data.push_back(std::move(*call.data));
+  }
+  settle(seq);
+  if (difference(called, seq)) {
+    return;  // rank 0 tells
+  }
+  Payload words;
+  words.put(static_cast<int64_t>(seq));
+  put_all_data(words, data);
+  for (const int rank : roster_.own_host()) {
+    tell_(rank, kGo, words);
+  }
+}
+
+}  // namespace c10d_ext

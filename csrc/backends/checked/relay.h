@@ -1,0 +1,61 @@
+#pragma once
+
+// A leader's part: it passes the calls of its host's ranks with their data on to the other leaders,
+// and gives its own ranks the word to go once it has all calls. What is not agreed on so, as some
+// rank gave no data, or as they do not fit together, rank 0 tells all ranks. No torch in here.
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "backends/checked/protocol.h"
+#include "backends/checked/roster.h"
+
+namespace c10d_ext {
+
+// Used under a lock of whoever owns it.
+class Relay {
+ public:
+  // Says it to a rank, this one included.
+  using Tell = std::function<void(int rank, Says kind, const Payload& words)>;
+
+  // `roster` outlives it.
+  Relay(const Roster& roster, Tell tell);
+
+  // What a rank of this host calls, as it says it. Throws std::runtime_error where that makes no
+  // sense.
+  void hear_call(int rank, Payload words);
+  // What another leader passes on; the same.
+  void hear_calls(int leader, Payload& words);
+  // Rank 0 has told of the collective: it is not agreed on here.
+  void settle(uint64_t seq);
+
+ private:
+  struct Collective {
+    std::map<int, Calling> calls;     // by rank
+    std::map<int, std::string> said;  // by the ranks of this host
+  };
+
+  // None: it is settled.
+  Collective* open(uint64_t seq);
+  bool is_settled(uint64_t seq) const {
+    return seq <= settled_up_to_ || settled_.count(seq) != 0;
+  }
+  void pass_on(const Collective& collective) const;
+  // Gives the word to go where all have called and agree.
+  void compare(uint64_t seq);
+
+  const Roster& roster_;
+  const Tell tell_;
+  // Rank 0's word may come before that of an earlier collective is given here.
+  uint64_t settled_up_to_ = 0;
+  std::set<uint64_t> settled_;  // those after it
+  std::map<uint64_t, Collective> open_;
+};
+
+}  // namespace c10d_ext

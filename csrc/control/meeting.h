@@ -1,0 +1,48 @@
+#pragma once
+
+// How the ranks of a group meet over sockets: rank 0 with each of the others, and where they are on
+// a few hosts, the first rank of each host, its leader, with the other leaders and with the ranks
+// of its host. No torch in here.
+
+#include <chrono>
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "base/errors.h"
+#include "control/connection.h"
+#include "control/process.h"
+#include "control/store.h"
+
+namespace c10d_ext {
+
+// The process of a rank and where it runs.
+struct Member {
+  Peer peer;
+  std::string machine;  // processes on the same one can see each other
+  std::string host;     // its name, for texts; empty: none is told
+  std::string network;  // between those of one there is no link that could be down
+};
+
+// With more hosts leaders have less to say through rank 0 than to each other.
+constexpr size_t kMostLeaders = 16;
+// The ranks of each network, the first of which is its leader; where leaders have no lines to each
+// other, as there is one network or too many, none.
+std::vector<std::vector<int>> ranks_by_leader(const std::vector<Member>& members);
+
+struct Connections {
+  // By rank; rank 0 has one to every other rank, the others have one to rank 0, leaders and the
+  // ranks of their hosts also those among them.
+  std::vector<Connection> lines;
+  // To rank 0 or from it, by rank, for DeathSockets.
+  std::vector<FdOwner> death_sockets;
+  std::vector<Member> members;
+};
+
+// Collective over the ranks of `place`. Throws std::runtime_error, which names ranks or addresses,
+// where they do not find each other in time. `machine`: where this process runs, found out where it
+// is empty.
+Connections meet(const KeyValueStore& store, const Place& place, std::chrono::milliseconds timeout,
+                 const std::string& machine);
+
+}  // namespace c10d_ext

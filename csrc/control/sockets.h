@@ -1,0 +1,48 @@
+#pragma once
+
+// TCP sockets between ranks: where one listens, and how another reaches it. No torch in here.
+
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+#include <chrono>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "control/handshake.h"
+#include "control/process.h"
+
+namespace c10d_ext {
+
+struct Address {
+  sockaddr_storage storage{};
+  socklen_t length = 0;
+
+  const sockaddr* get() const {
+    return reinterpret_cast<const sockaddr*>(&storage);
+  }
+};
+
+std::optional<Address> parse_address(const std::string& text, int port);
+// Of this machine, those that only it can reach last.
+std::vector<std::string> own_addresses();
+
+struct Listening {
+  FdOwner socket;
+  int port;
+};
+// At all addresses of this machine.
+Listening listen_anywhere();
+// Who has come; none where that went wrong.
+FdOwner accept_socket(const FdOwner& listening);
+// A connection to whoever listens there, in `reached`; or why there is none.
+std::string reach(const Address& address, const Deadline& deadline, FdOwner& reached);
+
+// For how long what is said to another machine may stay without an acknowledgement of its kernel.
+// Throws std::runtime_error where the setting makes no sense.
+std::chrono::milliseconds link_timeout();
+// Has the kernel end the connection after that time.
+void tune_for_link(int fd);
+
+}  // namespace c10d_ext

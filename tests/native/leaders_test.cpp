@@ -1,0 +1,564 @@
+// Leaders of hosts, which pass calls with little data on to each other. Run without arguments it
+// runs every test; with arguments, those named.
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+#include "agreement_ranks.h"
+#include "backends/checked/coordinator.h"
+#include "backends/checked/open_calls.h"
+#include "backends/checked/relay.h"
+#include "program.h"
+
+using namespace c10d_ext;
+using namespace std::chrono_literals;
+using Clock = std::chrono::steady_clock;
+using Kind = ErrorKind;
+
+namespace {
+
+const std::vector<std::vector<std::string>> kGroups = {
+    {"a", "b"},
+    {"a", "a", "b", "b"},
+    {"a", "b", "a", "b"},                 // not next to each other
+    {"a", "b", "b", "c", "c", "c"},       // not equally many
+    {"b", "a", "c", "a", "d", "d", "b"},  //
+};
+
+std::string data_of(uint64_t call, int rank) {
+  return std::to_string(call) + " of rank " + std::to_string(rank);
+}
+
+std::vector<std::string> all_data(uint64_t call, int size) {
+  std::vector<std::string> all;
+  for (int rank = 0; rank < size; ++rank) {
+    all.push_back(data_of(call, rank));
+  }
+  return all;
+}
+
+// Calls `body` with each rank, on a thread of its own.
+void on_all(int size, const std::function<void(int rank)>& body) {
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) {
+    threads.emplace_back([&, rank] { body(rank); });
+  }
+  for (auto& thread : threads) {
+    thread.join();
+  }
+}
+
+void all_receive_the_data_of_all() {
+  constexpr uint64_t kCalls = 300;
+  for (const auto& machines : kGroups) {
+    Ranks ranks(machines);
+    const auto size = static_cast<int>(machines.size());
+    on_all(size, [&](int rank) {
+      for (uint64_t i = 1; i <= kCalls; ++i) {
+        Call call;
+        // In every fifth one rank gives nothing, which all then begin.
+        const bool gives = i % 5 != 0 || rank != static_cast<int>(i / 5) % size;
+        const auto seq = ranks[rank].call(gives ? call.operation(summed(6), data_of(i, rank))
+                                                : call.operation(summed(6), kLong));
+        if (i % 3 != 0) {
+          ranks[rank].help(seq, Clock::now() + kLong);
+        }
+        CHECK(call.begun() == i);
+        CHECK(call.received() == (i % 5 != 0 ? all_data(i, size) : std::vector<std::string>()));
+        ranks[rank].done(i);
+      }
+    });
+  }
+}
+
+// Rank 0's word for a call without data may come before a leader's for an earlier one with data.
+void calls_in_flight_begin_in_their_order() {
+  constexpr uint64_t kCalls = 600;
+  for (const auto& machines : kGroups) {
+    Ranks ranks(machines);
+    on_all(static_cast<int>(machines.size()), [&](int rank) {
+      std::mutex mutex;
+      std::vector<uint64_t> begun;
+      std::vector<Call> calls(kCalls);
+      uint64_t with_data = 0;
+      for (auto& call : calls) {
+        const bool gives = !ranks[rank].has_collectives();
+        with_data += gives;
+        auto operation =
+            gives ? call.operation(summed(6), data_of(1, rank)) : call.operation(summed(6), kLong);
+        const auto begins = [&](uint64_t seq) {
+          {
+            const std::lock_guard lock(mutex);
+            begun.push_back(seq);
+          }
+          ranks[rank].done(seq);
+        };
+        operation.begin = [begins, begin = operation.begin](uint64_t seq) {
+          begins(seq);
+          begin(seq);
+        };
+        if (gives) {
+          operation.receive = [begins, receive = operation.receive](uint64_t seq,
+                                                                    const auto& data) {
+            begins(seq);
+            receive(seq, data);
+          };
+        }
+        const auto seq = ranks[rank].call(std::move(operation));
+        if (seq % 3 == 0) {
+          ranks[rank].help(seq, Clock::now() + kLong);
+          CHECK(call.begun() == seq);
+        }
+      }
+      CHECK(calls.back().begun() == kCalls && with_data > kCalls / 10);
+      CHECK(begun.size() == kCalls && std::is_sorted(begun.begin(), begun.end()));
+    });
+  }
+}
+
+void ranks_that_disagree_all_hear_of_it_once() {
+  for (const auto& machines : kGroups) {
+    const auto size = static_cast<int>(machines.size());
+    for (int other = 0; other < size; ++other) {
+      Ranks ranks(machines);
+      on_all(size, [&](int rank) {
+        Call call, next;
+        ranks[rank].call(call.operation(summed(rank == other ? 7 : 6), data_of(1, rank)));
+        const auto failure = call.failure();
+        CHECK(failure.kind == Kind::Mismatch && call.received().empty());
+        ranks[rank].call(next.operation(summed(6), data_of(2, rank)));
+        CHECK(next.begun() == 2 && next.received() == all_data(2, size));
+        ranks[rank].done(2);
+      });
+    }
+  }
+}
+
+// A rank that has its result may go, though others are yet to hear of it.
+void who_leaves_after_its_last_call_fails_nobody() {
+  const int rounds = 30;
+  for (const auto& machines : kGroups) {
+    const auto size = static_cast<int>(machines.size());
+    for (int round = 0; round < rounds; ++round) {
+      Ranks ranks(machines);
+      on_all(size, [&](int rank) {
+        for (uint64_t i = 1; i <= 3; ++i) {
+          Call call;
+          ranks[rank].help(ranks[rank].call(call.operation(summed(6), data_of(i, rank))),
+                           Clock::now() + kLong);
+          CHECK(call.begun() == i && call.received() == all_data(i, size));
+          ranks[rank].done(i);
+        }
+        ranks.drop(rank);
+      });
+    }
+  }
+}
+
+void who_does_not_call_is_named() {
+  for (const int missing : {0, 1, 2, 3}) {
+    Ranks ranks({"a", "a", "b", "b"});
+    on_all(4, [&](int rank) {
+      if (rank != missing) {
+        Call call;
+        auto operation = call.operation(summed(6), data_of(1, rank));
+        operation.timeout = 200ms;
+        ranks[rank].call(std::move(operation));
+        const auto failure = call.failure();
+        CHECK(failure.kind == Kind::Timeout && failure.ranks == std::vector<int>{missing});
+        CHECK_HAS(failure.text,
+                  "the collective 1 must be done within 0.2 s, got no answer from "
+                  "rank " +
+                      std::to_string(missing));
+      }
+    });
+  }
+}
+
+void who_leaves_without_a_call_is_named() {
+  for (const int missing : {0, 1, 2, 3}) {
+    Ranks ranks({"a", "a", "b", "b"});
+    ranks.drop(missing);
+    on_all(4, [&](int rank) {
+      if (rank != missing) {
+        Call call;
+        ranks[rank].call(call.operation(summed(6), data_of(1, rank)));
+        const auto failure = call.failure();
+        CHECK(failure.kind == Kind::RankLost && failure.ranks == std::vector<int>{missing});
+        CHECK_HAS(failure.text, "left the group");
+      }
+    });
+  }
+}
+
+// --- A leader by itself ------------------------------------------------------------------------
+
+Roster roster_of(int rank, const std::vector<std::string>& machines) {
+  std::vector<Member> members;
+  for (const auto& machine : machines) {
+    members.push_back({this_process(), machine, machine, machine});
+  }
+  return {{rank, static_cast<int>(machines.size()), "test"}, std::move(members)};
+}
+
+Payload calling(uint64_t seq, const Fingerprint& called, const std::optional<std::string>& data) {
+  Payload words = encoded(called);
+  put_data(words, data);
+  return words.put(static_cast<int64_t>(seq));
+}
+
+struct Said {
+  int rank;
+  Says kind;
+  std::string words;
+  auto operator<=>(const Said&) const = default;
+};
+
+class Leader {
+ public:
+  Leader(int rank, const std::vector<std::string>& machines)
+      : roster_(roster_of(rank, machines)),
+        relay_(roster_, [this](int to, Says kind, const Payload& words) {
+          said_.push_back({to, kind, words.bytes()});
+        }) {}
+
+  Relay& operator*() {
+    return relay_;
+  }
+  std::vector<Said> said() {
+    return std::exchange(said_, {});
+  }
+
+ private:
+  const Roster roster_;
+  std::vector<Said> said_;
+  Relay relay_;
+};
+
+Payload together(const std::vector<Payload>& calls) {
+  Payload all;
+  for (const auto& call : calls) {
+    all.put(call.bytes());
+  }
+  return all;
+}
+
+const std::vector<std::string> kThree = {"a", "a", "b", "b", "c", "c"};
+
+void a_leader_passes_on_what_its_host_calls() {
+  const auto call = [](int rank) { return calling(1, summed(6), data_of(1, rank)); };
+  for (const int first : {2, 3}) {
+    Leader leader(2, kThree);
+    (*leader).hear_call(first, call(first));
+    CHECK(leader.said().empty());
+    (*leader).hear_call(5 - first, call(5 - first));
+    // Not to rank 0, which has heard each of them.
+    CHECK(
+        (leader.said() == std::vector<Said>{{4, kRelaying, together({call(2), call(3)}).bytes()}}));
+    auto of_c = together({call(4), call(5)}), of_a = together({call(0), call(1)});
+    (*leader).hear_calls(4, of_c);
+    CHECK(leader.said().empty());
+    (*leader).hear_calls(0, of_a);
+    Payload go;
+    go.put(1);
+    put_all_data(go, all_data(1, 6));
+    CHECK((leader.said() == std::vector<Said>{{2, kGo, go.bytes()}, {3, kGo, go.bytes()}}));
+    // What comes twice, or late, is nothing new.
+    (*leader).hear_call(3, call(3));
+    CHECK(leader.said().empty());
+  }
+}
+
+void rank_0_passes_on_and_lets_the_coordinator_say_the_rest() {
+  const auto call = [](int rank) { return calling(1, summed(6), data_of(1, rank)); };
+  Leader leader(0, kThree);
+  (*leader).hear_call(0, call(0));
+  (*leader).hear_call(1, call(1));
+  const auto all = together({call(0), call(1)}).bytes();
+  CHECK((leader.said() == std::vector<Said>{{2, kRelaying, all}, {4, kRelaying, all}}));
+}
+
+void a_leader_says_nothing_of_what_rank_0_decides() {
+  const auto others = [](Leader& leader, const Fingerprint& last) {
+    auto of_a = together({calling(1, summed(6), "0"), calling(1, summed(6), "1")});
+    auto of_c = together({calling(1, summed(6), "4"), calling(1, last, "5")});
+    (*leader).hear_calls(0, of_a);
+    (*leader).hear_calls(4, of_c);
+  };
+  {  // ranks disagree
+    Leader leader(2, kThree);
+    (*leader).hear_call(2, calling(1, summed(6), "2"));
+    (*leader).hear_call(3, calling(1, summed(6), "3"));
+    leader.said();
+    others(leader, summed(7));
+    CHECK(leader.said().empty());
+  }
+  {  // a rank gives no data
+    Leader leader(2, kThree);
+    (*leader).hear_call(2, calling(1, summed(6), "2"));
+    (*leader).hear_call(3, calling(1, summed(6), std::nullopt));
+    others(leader, summed(6));
+    CHECK(leader.said().empty());
+    // ... of which rank 0 has told, after the next one's first call here: that one goes on.
+    (*leader).hear_call(3, calling(2, summed(6), "3"));
+    (*leader).settle(1);
+    (*leader).settle(3);
+    (*leader).hear_call(2, calling(2, summed(6), "2"));
+    CHECK(leader.said().size() == 1);
+    (*leader).hear_call(2, calling(3, summed(6), "2"));
+    (*leader).hear_call(3, calling(3, summed(6), "3"));
+    CHECK(leader.said().empty());
+  }
+}
+
+template <class F>
+void refused(const F& what) {
+  try {
+    what();
+  } catch (const std::runtime_error&) {
+    return;
+  }
+  CHECK(!"it was taken");
+}
+
+void a_leader_refuses_nonsense() {
+  Leader leader(2, kThree);
+  const auto hear = [&](int from, std::vector<Payload> calls) {
+    auto words = together(calls);
+    (*leader).hear_calls(from, words);
+  };
+  refused([&] { hear(5, {calling(1, summed(6), "4"), calling(1, summed(6), "5")}); });
+  refused([&] { hear(4, {calling(1, summed(6), "4")}); });
+  refused([&] { hear(4, {calling(1, summed(6), "4"), calling(2, summed(6), "5")}); });
+  refused([&] { hear(4, {calling(1, summed(6), "4"), calling(1, summed(6), std::nullopt)}); });
+  refused([&] {
+    for (uint64_t seq = 1; seq < 1000; ++seq) {
+      (*leader).hear_call(3, calling(seq, summed(6), "3"));
+    }
+  });
+}
+
+// --- What rank 0 makes of it -------------------------------------------------------------------
+
+class Root {
+ public:
+  explicit Root(const std::vector<std::string>& machines)
+      : roster_(roster_of(0, machines)),
+        coordinator_(roster_, [this](int to, Says kind, const Payload& words) {
+          said_.push_back({to, kind, words.bytes()});
+        }) {}
+
+  void hear(int rank, Says kind, Payload words) {
+    coordinator_.hear(rank, kind, words);
+  }
+  void call(int rank, uint64_t seq) {
+    hear(rank, kCalling, calling(seq, summed(6), data_of(seq, rank)));
+  }
+  void look() {
+    coordinator_.look(Clock::now());
+  }
+  void look_later() {
+    coordinator_.look(Clock::now() + 1h);
+  }
+  Coordinator& operator*() {
+    return coordinator_;
+  }
+  // To whom it has said this, and what it said last.
+  std::vector<int> told(Says kind) {
+    std::vector<int> ranks;
+    for (const auto& said : said_) {
+      if (said.kind == kind) {
+        ranks.push_back(said.rank);
+        last_ = said.words;
+      }
+    }
+    return ranks;
+  }
+  End end() {
+    CHECK(!told(kOver).empty());
+    Payload words(last_);
+    return take_end(words);
+  }
+
+ private:
+  const Roster roster_;
+  std::vector<Said> said_;
+  std::string last_;
+  Coordinator coordinator_;
+};
+
+void rank_0_gives_its_own_host_the_word_to_go() {
+  Root root(kThree);
+  for (int rank = 0; rank < 6; ++rank) {
+    root.call(rank, 1);
+  }
+  CHECK((root.told(kGo) == std::vector<int>{0, 1}));
+  for (int rank = 0; rank < 6; ++rank) {
+    root.hear(rank, kCalling,
+              calling(2, summed(6), rank == 4 ? std::nullopt : std::optional<std::string>("x")));
+  }
+  CHECK((root.told(kGo) == std::vector<int>{0, 1, 0, 1, 2, 3, 4, 5}));
+}
+
+void a_call_that_a_leader_has_agreed_on_is_waited_for() {
+  // Rank 5 has its result, and leaves before rank 0 hears of the last call.
+  for (const uint64_t done : {1, 0}) {
+    Root root(kThree);
+    for (const int rank : {0, 1, 2, 4, 5}) {
+      root.call(rank, 1);
+    }
+    root.hear(5, kLeaving, Payload().put(static_cast<int64_t>(done)));
+    CHECK(root.told(kOver).empty() == (done == 1));
+    root.call(3, 1);
+    CHECK(root.told(kGo).empty() == (done == 0));
+    if (done == 1) {
+      root.call(3, 2);
+      CHECK((root.end().ranks == std::vector<int>{5}) && root.end().agreed == 1);
+    }
+  }
+}
+
+void a_leader_that_does_not_pass_on_is_named() {
+  for (const bool answers : {false, true}) {
+    Root root(kThree);
+    for (int rank = 0; rank < 6; ++rank) {
+      root.call(rank, 1);
+    }
+    root.hear(3, kLate, Payload().put(1).put(std::string("1 s")));
+    CHECK((root.told(kPing) == std::vector<int>{2, 4}));
+    root.hear(4, kPong, {});
+    if (answers) {
+      root.hear(2, kPong, {});
+    }
+    root.look_later();
+    CHECK(root.told(kOver).empty() == answers);
+    if (!answers) {
+      const End end = root.end();
+      CHECK(end.kind == Kind::Timeout && end.ranks == std::vector<int>{2});
+      CHECK_HAS(end.why,
+                "the collective 1 must be done within 1 s, got no answer from rank 2 (pid ");
+      CHECK_HAS(end.why, "on b, silent)");
+    }
+  }
+}
+
+void leaders_that_lose_each_other_end_the_group() {
+  for (const bool ends : {false, true}) {
+    Root root(kThree);
+    root.hear(2, kSevered, Payload().put(4));
+    root.look();
+    CHECK(root.told(kOver).empty());
+    if (ends) {  // of which rank 0 hears a little later
+      (*root).lose({4}, kGone);
+    }
+    root.look_later();
+    const End end = root.end();
+    CHECK(end.kind == Kind::RankLost && end.ranks == std::vector<int>{4});
+    CHECK_HAS(end.why, ends ? "on c, gone)" : "on c, unreachable)");
+  }
+  Root root(kThree);
+  refused([&] { root.hear(2, kSevered, Payload().put(6)); });
+}
+
+// --- What a rank makes of it -------------------------------------------------------------------
+
+// A rank that waits for its first collective when it hears of the end.
+class Waiting {
+ public:
+  explicit Waiting(const std::vector<std::string>& machines, bool gives = true)
+      : roster_(roster_of(1, machines)), calls_(roster_, 2s) {
+    auto operation = call_.operation(summed(6), "mine");
+    OpenCall call{operation.op, std::nullopt, kLong, operation.begin, operation.fail};
+    call.receive = gives ? operation.receive : nullptr;
+    calls_.enter(kCalling, {}, std::move(call));
+  }
+  OpenCalls& operator*() {
+    return calls_;
+  }
+  Call& call() {
+    return call_;
+  }
+  void settle() {
+    auto [grants, fails] = calls_.take_settled();
+    while (auto next = calls_.next_to_begin()) {
+      next->second(next->first);
+    }
+    for (auto& failed : fails) {
+      failed.call.fail(failed.failure);
+    }
+  }
+
+ private:
+  const Roster roster_;
+  OpenCalls calls_;
+  Call call_;
+};
+
+End lost(uint64_t agreed, std::chrono::milliseconds word = 1h) {
+  return {Kind::RankLost, {0}, "rank 0 (gone)", kDataGrace, agreed, word};
+}
+
+void what_rank_0_has_agreed_on_is_done_after_the_end() {
+  const std::vector<std::string> two = {"a", "b"};
+  {
+    Waiting rank(two);
+    (*rank).finish(lost(1));
+    rank.settle();
+    CHECK(!rank.call().has_failed() && !(*rank).is_waiting(1));
+    (*rank).go(1, {"of 0", "mine"});
+    rank.settle();
+    CHECK(rank.call().begun() == 1 && rank.call().received().front() == "of 0");
+    CHECK((*rank).agreed() == 1 && !(*rank).has_abandoned());
+  }
+  {  // the word does not come
+    Waiting rank(two);
+    (*rank).finish(lost(1, 1ms));
+    CHECK(eventually([&] {
+      rank.settle();
+      return rank.call().has_failed();
+    }));
+    CHECK(rank.call().failure().kind == Kind::RankLost && !(*rank).has_abandoned());
+  }
+  const auto fails = [](const std::vector<std::string>& machines, bool gives, uint64_t agreed) {
+    Waiting rank(machines, gives);
+    (*rank).finish(lost(agreed));
+    rank.settle();
+    CHECK(rank.call().has_failed());
+    (*rank).go(1, {"of 0", "mine"});
+    rank.settle();
+    CHECK(!rank.call().has_begun());
+  };
+  fails(two, true, 0);   // not agreed on
+  fails(two, false, 1);  // no leader says it
+  fails({"a", "a"}, true, 1);
+}
+
+const std::vector<Test> kTests = {
+    TEST(all_receive_the_data_of_all),
+    TEST(calls_in_flight_begin_in_their_order),
+    TEST(ranks_that_disagree_all_hear_of_it_once),
+    TEST(who_leaves_after_its_last_call_fails_nobody),
+    TEST(who_does_not_call_is_named),
+    TEST(who_leaves_without_a_call_is_named),
+    TEST(a_leader_passes_on_what_its_host_calls),
+    TEST(rank_0_passes_on_and_lets_the_coordinator_say_the_rest),
+    TEST(a_leader_says_nothing_of_what_rank_0_decides),
+    TEST(a_leader_refuses_nonsense),
+    TEST(rank_0_gives_its_own_host_the_word_to_go),
+    TEST(a_call_that_a_leader_has_agreed_on_is_waited_for),
+    TEST(a_leader_that_does_not_pass_on_is_named),
+    TEST(leaders_that_lose_each_other_end_the_group),
+    TEST(what_rank_0_has_agreed_on_is_done_after_the_end),
+};
+
+}  // namespace
+
+int main(int count, char** names) {
+  return run_tests(kTests, count, names);
+}
