@@ -38,6 +38,10 @@ def _travels(given: int | None) -> None:
         y = torch.full((3,), rank, dtype=torch.bfloat16)
         dist.broadcast(y, n - 1, group=group)
         assert torch.equal(y, torch.full((3,), n - 1, dtype=torch.bfloat16))
+        # Of a broadcast the root's data travels, once, and not a copy for each rank.
+        z = torch.arange(fits, dtype=torch.float32) * (rank + 1)
+        assert torch.equal(functional.broadcast(z, n - 1, group) + 0, n * torch.arange(fits))
+        assert torch.equal(z, (rank + 1) * torch.arange(fits))
         dist.barrier(group)
         # Uneven parts: rank r sends 1 + q elements to rank q.
         sent = torch.full((n * (n + 1) // 2,), rank)

@@ -36,6 +36,15 @@ void receive_rows(const at::Tensor& out, const std::vector<std::string>& data) {
   }
 }
 
+void receive_of_root(const InnerCollective& what, bool is_root,
+                     const std::vector<std::string>& data) {
+  const auto& sent = data[static_cast<size_t>(what.root)];
+  check_size(sent.size() == what.out.nbytes());
+  if (!is_root) {
+    std::memcpy(what.out.mutable_data_ptr(), sent.data(), sent.size());
+  }
+}
+
 // What a rank sends to all, behind how much of it goes to each.
 std::string exchanged(const InnerCollective& what) {
   std::string data(reinterpret_cast<const char*>(what.sent.data()),
@@ -76,7 +85,8 @@ class PiggybackBackend final : public InnerBackend {
   const Capabilities& capabilities() const override {
     static const Capabilities can = [] {
       Capabilities few;
-      few.methods = {Method::AllGatherIntoTensor, Method::AllToAllSingle, Method::Barrier};
+      few.methods = {Method::AllGatherIntoTensor, Method::AllToAllSingle, Method::Broadcast,
+                     Method::Barrier};
       few.keeps_inputs = true;
       few.exchanges_rooted_parts = true;
       return capabilities_for_little(few);
@@ -99,6 +109,12 @@ class PiggybackBackend final : public InnerBackend {
         noted_.data = exchanged(what);
         noted_.receive = [what = std::move(what), rank = rank_](const auto& data) {
           receive_own_parts(what, rank, data);
+        };
+        return;
+      case OpType::Broadcast:
+        noted_.data = rank_ == what.root ? bytes_in(what.out) : std::string();
+        noted_.receive = [what = std::move(what), is_root = rank_ == what.root](const auto& data) {
+          receive_of_root(what, is_root, data);
         };
         return;
       case OpType::Barrier:
