@@ -118,14 +118,14 @@ def measure(layout: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 def model_of(layout: str, link: dict[str, Any], cases: list[dict[str, Any]]) -> Topology:
     """The topology that the link and the smallest all_reduce say this is.
 
-    The rate is that of all hosts at once; what 8 B take beyond a round trip is rank 0's, and a step
+    The rate is that of all hosts at once; what 8 B take beyond one way is the leaders', and a step
     of a ring what gloo takes for them.
     """
     hosts, ranks = LAYOUTS[layout]
     n = hosts * ranks
     small = min((case for case in cases if case["collective"] == "all_reduce"), key=_size)
     medians = {name: statistics.median(each) for name, each in small["times"].items()}
-    per_rank = max(0.0, medians["shm+gloo"] - 2 * link["latency"]) / (n - 1)
+    per_rank = max(0.0, medians["shm+gloo"] - link["latency"]) / (n - 1)
     hop = max(0.0, medians["gloo"] - link["latency"]) / (2 * (n - 1))
     return Topology(
         ranks,

@@ -839,9 +839,13 @@ def test_times_of_algorithms_between_hosts() -> None:
     # Small: as many steps as hosts need, and not as ranks do.
     small = HOSTS.times("all_reduce", 8, 8)
     assert small["whole"] < small["rails"] + 1e-6 and small["whole"] < small["flat"]
-    # Smaller still: no steps behind the agreement, a round trip with 64 bytes to 4 ranks elsewhere.
+    # Smaller still: no steps behind the agreement. From host to host go 4 ranks' 8 bytes.
     assert min(small, key=small.__getitem__) == "piggyback"
-    assert small["piggyback"] == pytest.approx(2 * 10e-6 + 4 * 64 / 1e9)
+    assert small["piggyback"] == pytest.approx(10e-6 + 4 * 8 / 1e9)
+    # With more hosts a round trip to rank 0, which sends what 128 ranks have to 124 of them.
+    assert HOSTS.times("all_reduce", 64, 8)["piggyback"] == pytest.approx(10e-6 + 60 * 8 / 1e9)
+    many = HOSTS.times("all_reduce", 128, 8)["piggyback"]
+    assert many == pytest.approx(2 * 10e-6 + 124 * 128 * 8 / 1e9)
     # Rank 0 hears from each of the others before.
     busy = dataclasses.replace(HOSTS, per_rank=1e-6).times("all_reduce", 8, 8)
     assert all(busy[name] == pytest.approx(small[name] + 7e-6) for name in small)

@@ -24,8 +24,9 @@ class Topology:
     ``"rails"`` reduces and gathers inside each host, and has one group for each place in a host
     between them, in up to 8 parts at once. ``"leaders"`` has one rank of each host between them.
     ``"whole"`` is an all_reduce inside and then one of everything on every rail. Before each of
-    these the ranks agree at rank 0, a round trip. ``"piggyback"`` is that round trip alone, with
-    which up to 32 KiB of all ranks (256 KiB / ranks beyond 8) travel to all of them.
+    these the ranks agree at rank 0, a round trip. ``"piggyback"`` is data that travels with the
+    calls, up to 32 KiB of all ranks (256 KiB / ranks beyond 8): from host to host on up to 16, else
+    to rank 0 and from there to all ranks.
 
     Args:
         ranks_per_host: as many on every host; the last one may have fewer.
@@ -34,7 +35,7 @@ class Topology:
         algorithm: ``"flat"``, ``"rails"``, ``"leaders"``, ``"whole"`` or ``"piggyback"``; none: the
             fastest.
         shared: as :attr:`Link.shared`.
-        per_rank: seconds that rank 0 takes for each other rank of an agreement.
+        per_rank: seconds that rank 0, or a leader, takes for each other rank of an agreement.
     """
 
     ranks_per_host: int
@@ -95,8 +96,14 @@ class Topology:
         times = {"flat": agreement + far.seconds(op, ranks, flat)}
         data = ranks * traffic.pattern.buffers(ranks, size)[0]
         if traffic.pattern is not Pattern.MESSAGE and data <= _C.usual_piggyback(ranks):
-            # Rank 0 sends it to each rank on another host.
-            times["piggyback"] = agreement + (ranks - here) * data / far.bandwidth
+            if hosts <= _C.MOST_LEADERS:
+                # Each host's link takes in what the others have.
+                times["piggyback"] = (
+                    agreement - far.latency + data * (ranks - here) / ranks / far.bandwidth
+                )
+            else:
+                # Rank 0 sends it to each rank on another host.
+                times["piggyback"] = agreement + (ranks - here) * data / far.bandwidth
         if here == 1 or traffic.pattern is Pattern.MESSAGE:
             return times
         between = far.seconds(op, hosts, across)
