@@ -24,7 +24,7 @@ struct Member {
   std::string network;  // between those of one there is no link that could be down
 };
 
-// With more hosts leaders have less to say through rank 0 than to each other.
+// With more hosts little data goes through rank 0: fewer messages in all.
 constexpr size_t kMostLeaders = 16;
 // The ranks of each network, the first of which is its leader; where leaders have no lines to each
 // other, as there is one network or too many, none.

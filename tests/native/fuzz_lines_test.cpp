@@ -240,9 +240,9 @@ void a_leader_takes_anything() {
   while (is_time_left(began)) {
     const Roster roster({2, kRanks, "test"}, members());
     Relay relay(roster, [&](int rank, Says kind, const Payload&) {
-      CHECK((rank == 2 || rank == 3) &&
-            kind == kGo);  // rank 0 hears of calls from the ranks themselves
-      begun += kind == kGo;
+      // There is no other leader but rank 0, which hears of calls from the ranks themselves.
+      CHECK((rank == 2 || rank == 3) && kind == kGo);
+      ++begun;
     });
     uint64_t seq = 1;
     for (int i = 0; i < 200; ++i) {

@@ -2,12 +2,13 @@
 // runs every test; with arguments, those named.
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
+#include <functional>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
-#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "agreement_ranks.h"
@@ -317,6 +318,19 @@ void a_leader_says_nothing_of_what_rank_0_decides() {
   }
 }
 
+// Ranks may have called many collectives without data behind one with data.
+void rank_0_may_be_far_ahead() {
+  Leader leader(1, {"a", "b"});
+  for (uint64_t seq = 2; seq < 1000; ++seq) {
+    (*leader).settle(seq);
+  }
+  (*leader).hear_call(1, calling(1, summed(6), "1"));
+  auto of_a = together({calling(1, summed(6), "0")});
+  (*leader).hear_calls(0, of_a);
+  const auto said = leader.said();
+  CHECK(said.size() == 1 && said[0].rank == 1 && said[0].kind == kGo);
+}
+
 template <class F>
 void refused(const F& what) {
   try {
@@ -549,6 +563,7 @@ const std::vector<Test> kTests = {
     TEST(a_leader_passes_on_what_its_host_calls),
     TEST(rank_0_passes_on_and_lets_the_coordinator_say_the_rest),
     TEST(a_leader_says_nothing_of_what_rank_0_decides),
+    TEST(rank_0_may_be_far_ahead),
     TEST(a_leader_refuses_nonsense),
     TEST(rank_0_gives_its_own_host_the_word_to_go),
     TEST(a_call_that_a_leader_has_agreed_on_is_waited_for),

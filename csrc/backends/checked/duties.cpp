@@ -83,8 +83,7 @@ void Duties::settle() {
 
 void Duties::hear(int rank, uint32_t kind, Payload& words) {
   if (coordinator_) {
-    const auto& own = roster_.own_host();
-    if (relay_ && kind == kCalling && std::find(own.begin(), own.end(), rank) != own.end()) {
+    if (relay_ && kind == kCalling && !roster_.is_linked(rank)) {
       relay_->hear_call(rank, words);
     }
     coordinator_->hear(rank, kind, words);

@@ -1,7 +1,5 @@
 #include "backends/checked/roster.h"
 
-#include <algorithm>
-
 namespace c10d_ext {
 
 Roster::Roster(Place place, std::vector<Member> members)
@@ -9,14 +7,11 @@ Roster::Roster(Place place, std::vector<Member> members)
   for (const auto& one : members_) {
     has_hosts_ = has_hosts_ || one.host != members_[0].host;
   }
-}
-
-const std::vector<int>& Roster::own_host() const {
-  static const std::vector<int> none;
-  const auto own = std::find_if(hosts_.begin(), hosts_.end(), [this](const auto& ranks) {
-    return std::find(ranks.begin(), ranks.end(), place_.rank) != ranks.end();
-  });
-  return own == hosts_.end() ? none : *own;
+  for (const auto& ranks : hosts_) {
+    if (!is_linked(ranks.front())) {
+      own_host_ = ranks;
+    }
+  }
 }
 
 bool Roster::is_near(int rank) const {

@@ -36,7 +36,9 @@ class Roster {
     return hosts_;
   }
   // The ranks of this one's host, the first of which is its leader; none where there is no such.
-  const std::vector<int>& own_host() const;
+  const std::vector<int>& own_host() const {
+    return own_host_;
+  }
   int pid(int rank) const {
     return member(rank).peer.pid;
   }
@@ -53,6 +55,7 @@ class Roster {
   const Place place_;
   const std::vector<Member> members_;
   const std::vector<std::vector<int>> hosts_;
+  std::vector<int> own_host_;
   bool has_hosts_ = false;
 };
 
