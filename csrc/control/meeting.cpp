@@ -29,9 +29,6 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr uint32_t kHello = 1;
-constexpr uint32_t kWelcome = 2;
-constexpr uint32_t kDeathSocket = 3;
 // Of what strangers may say before they are known.
 constexpr size_t kShort = 1024;
 constexpr size_t kMostStrangers = 1024;
@@ -40,11 +37,6 @@ constexpr size_t kMostOfAName = 64;
 constexpr size_t kMostOfAWelcome = size_t{1} << 22;
 // Between two looks into the store.
 constexpr milliseconds kRetryPause{10};
-
-// Where rank 0, or a leader, says where it is.
-std::string key_of(int rank) {
-  return rank == 0 ? "lines" : "lines of " + std::to_string(rank);
-}
 
 // Fit for texts, whoever has said it.
 std::string printable(std::string text) {
@@ -390,6 +382,10 @@ void meet_leaders(const KeyValueStore& store, const Place& place, const Deadline
 }
 
 }  // namespace
+
+std::string key_of(int rank) {
+  return rank == 0 ? "lines" : "lines of " + std::to_string(rank);
+}
 
 std::vector<std::vector<int>> ranks_by_leader(const std::vector<Member>& members) {
   std::map<std::string, std::vector<int>> ranks;

@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -29,6 +30,11 @@ constexpr size_t kMostLeaders = 16;
 // The ranks of each network, the first of which is its leader; where leaders have no lines to each
 // other, as there is one network or too many, none.
 std::vector<std::vector<int>> ranks_by_leader(const std::vector<Member>& members);
+
+// What ranks say as they meet; all that comes after a welcome is of protocol.h.
+enum Meets : uint32_t { kHello = 1, kWelcome, kDeathSocket };
+// Where rank 0, or a leader, puts its token, port and addresses into the store.
+std::string key_of(int rank);
 
 struct Connections {
   // By rank; rank 0 has one to every other rank, the others have one to rank 0, leaders and the

@@ -17,6 +17,12 @@ def test_agreement() -> None:
     assert output.endswith("tests passed\n")
 
 
+def test_ranks_meet() -> None:
+    output = build.run(build.build("meeting_test", build.SOURCES))
+    print(output)
+    assert output.endswith("tests passed\n")
+
+
 def test_leaders_pass_on_little_data() -> None:
     output = build.run(build.build("leaders_test", build.SOURCES))
     print(output)

@@ -291,14 +291,18 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   // --- The thread -------------------------------------------------------------------------------
 
   void run() {
-    auto until = Clock::now();
+    // What came in one piece with a welcome is heard already, and nothing more may come.
+    auto until = work(duties_.star().everything());
     while (!calls_.is_leaving()) {
-      const auto ready = wait(until);
-      const std::lock_guard lock(work_mutex_);
-      const Here here;
-      until = thread_wakes_at_ = duties_.work(ready);
+      until = work(wait(until));
     }
     say_goodbye();
+  }
+
+  Clock::time_point work(const Star::Ready& ready) {
+    const std::lock_guard lock(work_mutex_);
+    const Here here;
+    return thread_wakes_at_ = duties_.work(ready);
   }
 
   // Callers who are at it take in themselves what comes.
