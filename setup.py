@@ -140,25 +140,58 @@ def has_lazy() -> bool:
     return True
 
 
+def try_library(text: str, *flags: str) -> tuple[bytes, str]:
+    """What the compiler makes of a source, or what it says."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder) / "try.cpp", Path(folder) / "try.so"
+        source.write_text(text)
+        compiler = shlex.split(os.environ.get("CXX", "c++"))
+        command = [*compiler, "-shared", "-fPIC", str(source), "-o", str(library), *flags]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:  # no compiler: sdist needs none
+            return b"", str(error)
+        return (b"", done.stderr or "an error") if done.returncode else (library.read_bytes(), "")
+
+
+def standard_library_flags() -> list[str]:
+    """What has the linker find the libstdc++.so that torch has loaded, where it would not.
+
+    A compiler that finds libstdc++.a alone, as in slim images, links a copy of it and says nothing.
+    Beside torch's the copy reads numbers as 0 and crashes when it writes some.
+    """
+    text = "#include <sstream>\nvoid write(std::ostringstream& out) { out << 1; }\n"
+    given = shlex.split(os.environ.get("LDFLAGS", ""))
+
+    def links_a_copy(*flags: str) -> bool:
+        made, _ = try_library(text, *given, *flags)
+        return bool(made) and b"libstdc++.so." not in made and b"libc++.so." not in made
+
+    if not links_a_copy():
+        return []
+    found = re.search(r"/\S*/libstdc\+\+\.so\.\S*$", Path("/proc/self/maps").read_text(), re.M)
+    folder = ROOT / "build" / "standard_library"
+    if found:
+        folder.mkdir(parents=True, exist_ok=True)
+        link = folder / "libstdc++.so"
+        link.unlink(missing_ok=True)
+        link.symlink_to(found[0])
+    if links_a_copy(f"-L{folder}"):
+        raise SystemExit(
+            "the compiler must link libstdc++.so, as torch does, got a copy of libstdc++.a: "
+            "install its libstdc++.so, and take -static-libstdc++ out of LDFLAGS"
+        )
+    print(f"the compiler would link a copy of libstdc++: linking {os.readlink(link)}")
+    return [f"-L{folder}"]
+
+
 def link_time_flags() -> list[str]:
     """What has the compiler optimize the library as a whole; nothing where it cannot."""
     wanted = flag("TORCH_C10D_EXT_LTO")
     if wanted is False:
         return []
     flags = ["-flto=auto", "-fno-plt"]
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "try.cpp"
-        source.write_text("int number() { return 1; }\n")
-        compiler = shlex.split(os.environ.get("CXX", "c++"))
-        command = [*compiler, *flags, "-Werror", "-O2", "-shared", "-fPIC", str(source)]
-        try:
-            done = subprocess.run(
-                [*command, "-o", f"{folder}/try.so"],
-                capture_output=True, text=True, timeout=60, check=False,
-            )  # fmt: skip
-            said = (done.stderr or "an error") if done.returncode else ""
-        except (OSError, subprocess.TimeoutExpired) as error:  # no compiler: sdist needs none
-            said = str(error)
+    _, said = try_library("int number() { return 1; }\n", *flags, "-Werror", "-O2")
     if not said:
         return flags
     if wanted:
@@ -218,7 +251,7 @@ def extension():
     # 2.12 and newer headers need C++20, and 2.11's accept it. -g0 comes after the -g that
     # distutils takes over from Python's own build.
     flags = ["-std=c++20", "-fvisibility=hidden", "-Wall"]
-    link_flags = []
+    link_flags = standard_library_flags()
     if flag("TORCH_C10D_EXT_DEBUG"):
         flags += ["-O0", "-g", "-UNDEBUG"]
     else:

@@ -43,7 +43,10 @@ def run(command: list[str], cwd: Path, **env: str) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel made of the objects that the build in place has compiled."""
+    """A wheel made of the objects that the build in place has compiled.
+
+    The compiler finds libstdc++.a first, which is all that some have.
+    """
     if not any(ROOT.glob("build/temp.*/csrc")):
         pytest.skip("no build tree beside the tests: nothing was compiled here")
     if not shutil.which("ninja") and not (Path(sys.executable).parent / "ninja").exists():
@@ -51,7 +54,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
     (out / "info").mkdir()
     setup = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(out / "info")]
-    run([*setup, "bdist_wheel", "--bdist-dir", str(out / "tree"), "--dist-dir", str(out)], ROOT)
+    command = [*setup, "bdist_wheel", "--bdist-dir", str(out / "tree"), "--dist-dir", str(out)]
+    archive = run(["c++", "-print-file-name=libstdc++.a"], out).strip()
+    (out / "lib").mkdir()
+    (out / "lib" / "libstdc++.a").symlink_to(archive)
+    run(command, ROOT, LDFLAGS=f"-B{out}/lib")
     (path,) = out.glob("*.whl")
     return path
 
@@ -80,6 +87,26 @@ def test_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert len(required) > 1
     assert fields.get_all("Provides-Extra") == ["clients"]
     assert requirement.replace(" ", "") in ("torch<2.14,>=2.11", "torch>=2.11,<2.14")
+
+
+def test_links_the_standard_library_of_torch(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (library,) = (archive.read(n) for n in archive.namelist() if n.endswith(".so"))
+    assert b"libstdc++.so." in library
+
+
+def test_refuses_to_link_a_copy_of_the_standard_library(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "LDFLAGS": "-static-libstdc++"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "the compiler must link libstdc++.so, as torch does" in done.stderr
 
 
 def test_works_away_from_the_source(wheel: Path, tmp_path: Path) -> None:

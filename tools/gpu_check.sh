@@ -13,7 +13,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 PYTHON=${PYTHON:-python3}
 CHECKS=${CHECKS:-build test bench}
-cores=$(nproc)
+# nproc would count what OMP_NUM_THREADS allows.
+cores=$(env -u OMP_NUM_THREADS nproc)
 export MAX_JOBS=${MAX_JOBS:-$cores}
 export PYTHONUNBUFFERED=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
