@@ -20,6 +20,7 @@ namespace {
 
 using std::string_view;
 using Sizes = std::vector<int64_t>;
+using Tensors = std::vector<at::Tensor>;
 
 // Up to so many bytes every rail carries all of them: one step between hosts and none after it.
 constexpr int64_t kSmall = int64_t{16} << 10;
@@ -47,6 +48,16 @@ void scatter_rows(const at::Tensor& to, const at::Tensor& from, const Sizes& ord
   for (size_t i = 0; i < order.size(); ++i) {
     to.select(0, order[i]).copy_(from.select(0, static_cast<int64_t>(i)));
   }
+}
+
+// The source, or a copy where it shares memory with `out`. `is_in_place`: its own part does, which
+// is replaced.
+at::Tensor apart(const at::Tensor& source, const at::Tensor& out, bool is_in_place = false) {
+  return !is_in_place && source.storage().is_alias_of(out.storage()) ? source.clone() : source;
+}
+
+bool begin_together(const at::Tensor& one, const at::Tensor& other) {
+  return one.const_data_ptr() == other.const_data_ptr();
 }
 
 // Into how many parts a tensor of so many bytes is cut.
@@ -175,33 +186,50 @@ void broadcast(const Parts& parts, const InnerCollective& what) {
   }
 }
 
-// The ranks of this place, then those of all places: rows by place and host. Parts of each row are
-// in different steps at once.
-void all_gather_over_rails(const Parts& parts, const at::Tensor& in, const at::Tensor& out) {
+// Each rank of this host has all ranks of its place gathered between hosts, and the others take
+// that from its memory, part by part: what is not of this host, whose ranks do not wait for it.
+void all_gather_over_rails(const Parts& parts, const at::Tensor& source, const at::Tensor& out) {
   constexpr string_view op = "all_gather";
+  const auto& hosts = parts.hosts.ranks();
+  const at::Tensor rows = rows_of(out, parts.size);
+  const at::Tensor in =
+      apart(source, out, begin_together(source, rows.select(0, parts.hosts.rank())));
   struct Pipe {
-    at::Tensor rows, column, all;
+    at::Tensor column;
+    Tensors rows, outs;
     Step between, inside;
   };
   std::vector<Pipe> pipes;
   each_piece(in.numel(), parts_of(out.nbytes()), [&](int64_t offset, int64_t count) {
     Pipe& pipe = pipes.emplace_back();
-    pipe.rows = rows_of(out, parts.size).narrow(1, offset, count);
     pipe.column = at::empty({parts.hosts.count(), count}, in.options());
     pipe.between = parts.rail.start(
         CollectiveRequest::all_gather(op, in.narrow(0, offset, count), pipe.column));
+    for (size_t place = 0; place < hosts[0].size(); ++place) {
+      for (const auto& ranks : hosts) {
+        if (&ranks != &parts.hosts.ranks_here()) {
+          pipe.outs.push_back(rows.select(0, ranks[place]).narrow(0, offset, count));
+        }
+      }
+    }
   });
+  Tensors here;
+  for (const int rank : parts.hosts.ranks_here()) {
+    here.push_back(rows.select(0, rank));
+  }
+  Step own = parts.local.start(CollectiveRequest::all_gather_parts(op, in, here));
   for (auto& pipe : pipes) {
     pipe.between.wait();
-    if (parts.local.is_there()) {
-      pipe.all = at::empty(pipe.rows.sizes(), in.options());
-      pipe.inside = parts.local.start(CollectiveRequest::all_gather(op, pipe.column, pipe.all));
+    for (const auto& ranks : hosts) {
+      if (&ranks != &parts.hosts.ranks_here()) {
+        pipe.rows.push_back(pipe.column.select(0, &ranks - hosts.data()));
+      }
     }
+    pipe.inside = parts.local.start(CollectiveRequest::all_gather_parts(op, pipe.rows, pipe.outs));
   }
+  own.wait();
   for (auto& pipe : pipes) {
     pipe.inside.wait();
-    scatter_rows(pipe.rows, parts.local.is_there() ? pipe.all : pipe.column,
-                 parts.hosts.order_by_place());
   }
 }
 
@@ -209,7 +237,7 @@ void all_gather(const Parts& parts, const InnerCollective& what) {
   constexpr string_view op = "all_gather";
   const at::Tensor in = flat(what.source);
   const at::Tensor& out = what.out;
-  if (parts.hosts.is_even()) {
+  if (parts.hosts.is_even() && parts.local.is_there()) {
     all_gather_over_rails(parts, in, out);
     return;
   }
@@ -230,27 +258,32 @@ void all_gather(const Parts& parts, const InnerCollective& what) {
   scatter_rows(rows_of(out, parts.size), all, parts.hosts.order_by_host());
 }
 
-// What is for the ranks of this place, then what is for this rank. Parts of each row are in
-// different steps at once.
-void reduce_scatter_over_rails(const Parts& parts, const at::Tensor& in, const at::Tensor& out,
+// Inside, each rank reduces what is for the ranks of its place, from where the others have it; on
+// its rail what is for this rank. Parts of each row are in different steps at once.
+void reduce_scatter_over_rails(const Parts& parts, const at::Tensor& source, const at::Tensor& out,
                                const Reduction& reduction) {
   constexpr string_view op = "reduce_scatter";
+  const auto& hosts = parts.hosts.ranks();
+  const at::Tensor own = rows_of(source, parts.size).select(0, parts.hosts.rank());
+  const at::Tensor in = apart(source, out, begin_together(own, out));
+  const at::Tensor rows = rows_of(in, parts.size);
   struct Pipe {
-    at::Tensor sorted, column, out;
+    Tensors sources;
+    at::Tensor column, out;
     Step inside, between;
   };
   std::vector<Pipe> pipes;
   each_piece(out.numel(), parts_of(in.nbytes()), [&](int64_t offset, int64_t count) {
     Pipe& pipe = pipes.emplace_back();
     pipe.out = out.narrow(0, offset, count);
-    pipe.column = pipe.sorted = at::empty({parts.size, count}, in.options());
-    gather_rows(pipe.sorted, rows_of(in, parts.size).narrow(1, offset, count),
-                parts.hosts.order_by_place());
-    if (parts.local.is_there()) {
-      pipe.column = at::empty({parts.hosts.count(), count}, in.options());
-      pipe.inside = parts.local.start(
-          CollectiveRequest::reduce_scatter(op, pipe.sorted, pipe.column, reduction));
+    pipe.column = at::empty({parts.hosts.count(), count}, in.options());
+    for (size_t place = 0; place < hosts[0].size(); ++place) {
+      for (const auto& ranks : hosts) {
+        pipe.sources.push_back(rows.select(0, ranks[place]).narrow(0, offset, count));
+      }
     }
+    pipe.inside = parts.local.start(
+        CollectiveRequest::reduce_scatter_parts(op, pipe.sources, pipe.column, reduction));
   });
   for (auto& pipe : pipes) {
     pipe.inside.wait();
@@ -267,7 +300,7 @@ void reduce_scatter(const Parts& parts, const InnerCollective& what) {
   const at::Tensor& in = what.source;
   const at::Tensor out = flat(what.out);
   const Reduction reduction = reduction_of(what);
-  if (parts.hosts.is_even()) {
+  if (parts.hosts.is_even() && parts.local.is_there()) {
     reduce_scatter_over_rails(parts, in, out, reduction);
     return;
   }
@@ -290,66 +323,61 @@ void reduce_scatter(const Parts& parts, const InnerCollective& what) {
   }
 }
 
+// What of a tensor is for the ranks of this host, or from them, and what is the others'.
+struct Sides {
+  Sides(const Hosts& hosts, const at::Tensor& whole, const Sizes& sizes) : there(sizes) {
+    int64_t at = 0, end = -1, count = 0;
+    bool is_one = true;  // the others' parts lie next to each other
+    for (size_t rank = 0; rank < sizes.size(); ++rank) {
+      const at::Tensor part = whole.narrow(0, at, sizes[rank]);
+      if (hosts.is_here(static_cast<int>(rank))) {
+        here.push_back(part);
+        there[rank] = 0;
+      } else if (sizes[rank] != 0) {
+        is_one = is_one && (end < 0 || end == at);
+        end = at + sizes[rank];
+        count += sizes[rank];
+        parts.push_back(part);
+      }
+      at += sizes[rank];
+    }
+    is_copy = !is_one;
+    far = is_copy ? at::empty({count}, whole.options())
+                  : whole.narrow(0, std::max<int64_t>(end, 0) - count, count);
+  }
+
+  // Calls `copy(part, place)` with each part of the others and its place in a copy of them.
+  template <class Copy>
+  void each_copied(Copy&& copy) const {
+    int64_t at = 0;
+    for (size_t i = 0; is_copy && i < parts.size(); ++i) {
+      copy(parts[i], far.narrow(0, at, parts[i].numel()));
+      at += parts[i].numel();
+    }
+  }
+
+  Tensors here;
+  Sizes there;
+  at::Tensor far;
+  Tensors parts;
+  bool is_copy = false;
+};
+
+// What stays here goes by shared memory, and the rest by the engine between hosts.
 void all_to_all(const Parts& parts, const InnerCollective& what) {
   constexpr string_view op = "all_to_all";
-  const at::Tensor in = flat(what.source);
-  const at::Tensor out = flat(what.out);
-  const Sizes &sent = what.sent, &received = what.received;
-  // What stays here goes by shared memory, and the rest by the engine between hosts.
-  struct Side {
-    Sizes here, there;
-    at::Tensor near, far;
-    std::vector<std::pair<at::Tensor, at::Tensor>> pieces;  // of the whole, of near or far
-  };
-  const auto& ranks = parts.hosts.ranks_here();
-  const auto part = [&](const at::Tensor& whole, const Sizes& sizes) {
-    Side side;
-    side.there = sizes;
-    Sizes offsets(sizes.size(), 0);
-    for (size_t i = 1; i < sizes.size(); ++i) {
-      offsets[i] = offsets[i - 1] + sizes[i - 1];
-    }
-    int64_t near = 0;
-    for (const int rank : ranks) {
-      const auto i = static_cast<size_t>(rank);
-      side.here.push_back(sizes[i]);
-      side.there[i] = 0;
-      near += sizes[i];
-    }
-    side.near = at::empty({near}, whole.options());
-    side.far = at::empty({whole.numel() - near}, whole.options());
-    int64_t at_near = 0, at_far = 0;
-    for (const int rank : ranks) {
-      const auto i = static_cast<size_t>(rank);
-      side.pieces.emplace_back(whole.narrow(0, offsets[i], sizes[i]),
-                               side.near.narrow(0, at_near, sizes[i]));
-      at_near += sizes[i];
-    }
-    for (size_t i = 0; i < sizes.size(); ++i) {
-      if (side.there[i] != 0) {
-        side.pieces.emplace_back(whole.narrow(0, offsets[i], sizes[i]),
-                                 side.far.narrow(0, at_far, sizes[i]));
-        at_far += sizes[i];
-      }
-    }
-    return side;
-  };
-  const Side from = part(in, sent), to = part(out, received);
-  for (const auto& [whole, piece] : from.pieces) {
-    piece.copy_(whole);
-  }
+  const Sides from(parts.hosts, apart(flat(what.source), what.out), what.sent);
+  const Sides to(parts.hosts, flat(what.out), what.received);
+  from.each_copied([](const at::Tensor& part, const at::Tensor& place) { place.copy_(part); });
   Step far =
       parts.flat.start(CollectiveRequest::all_to_all(op, from.far, to.far, to.there, from.there));
   if (parts.local.is_there()) {
-    parts.local.start(CollectiveRequest::all_to_all(op, from.near, to.near, to.here, from.here))
-        .wait();
+    parts.local.start(CollectiveRequest::all_to_all_parts(op, from.here, to.here)).wait();
   } else {
-    to.near.copy_(from.near);
+    to.here.front().copy_(from.here.front());
   }
   far.wait();
-  for (const auto& [whole, piece] : to.pieces) {
-    whole.copy_(piece);
-  }
+  to.each_copied([](const at::Tensor& part, const at::Tensor& place) { part.copy_(place); });
 }
 
 void barrier(const Parts& parts, const InnerCollective& /*what*/) {

@@ -6,6 +6,7 @@
 #include "backends/adapter/adapter.h"
 #include "backends/adapter/capabilities.h"
 #include "backends/adapter/lowering.h"
+#include "backends/process_group/request_backend.h"
 #include "base/group.h"
 
 namespace c10d_ext::hierarchical {
@@ -24,10 +25,14 @@ void Step::wait() {
 
 Part::Part(BackendPtr backend, std::string group_name)
     : backend_(std::move(backend)),
+      own_(dynamic_cast<RequestBackend*>(backend_.get())),
       group_name_(std::move(group_name)),
       can_(backend_ ? capabilities_of(*backend_) : Capabilities()) {}
 
 Step Part::start(const CollectiveRequest& request) const {
+  if (own_ != nullptr) {
+    return Step({own_->begin(request), {}});
+  }
   using Tensors = HeldRequest::Tensors;
   const HeldRequest held(request, Tensors(request.sources.begin(), request.sources.end()),
                          Tensors(request.outs.begin(), request.outs.end()));
@@ -63,16 +68,6 @@ Hosts::Rows Hosts::order_by_host() const {
   Rows order;
   for (const auto& ranks : ranks_) {
     order.insert(order.end(), ranks.begin(), ranks.end());
-  }
-  return order;
-}
-
-Hosts::Rows Hosts::order_by_place() const {
-  Rows order;
-  for (size_t place = 0; place < ranks_[0].size(); ++place) {
-    for (const auto& ranks : ranks_) {
-      order.push_back(ranks[place]);
-    }
   }
   return order;
 }

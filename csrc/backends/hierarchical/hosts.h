@@ -13,6 +13,10 @@
 #include "backends/request.h"
 #include "work/pending.h"
 
+namespace c10d_ext {
+class RequestBackend;
+}
+
 namespace c10d_ext::hierarchical {
 
 // Something that was begun, and waits.
@@ -41,10 +45,13 @@ class Part {
   const BackendPtr& backend() const {
     return backend_;
   }
+  // The caller keeps the tensors until it has waited. Requests with parts are for shared memory,
+  // which takes them from where they are.
   Step start(const CollectiveRequest& request) const;
 
  private:
   const BackendPtr backend_;
+  RequestBackend* const own_;  // the same, where it takes requests
   const std::string group_name_;
   const Capabilities can_;
 };
@@ -70,6 +77,9 @@ class Hosts {
   int place_of(int rank) const {
     return place_of_[static_cast<size_t>(rank)];
   }
+  int rank() const {
+    return ranks_here()[static_cast<size_t>(place_)];
+  }
   bool is_here(int rank) const {
     return host_of(rank) == host_;
   }
@@ -91,10 +101,8 @@ class Hosts {
   }
   // Ranks of each host.
   Rows sizes() const;
-  // Rows of a tensor, one for each rank, in the order of hosts, or of places in hosts and then
-  // hosts.
+  // Rows of a tensor, one for each rank, in the order of hosts.
   Rows order_by_host() const;
-  Rows order_by_place() const;
 
  private:
   const std::vector<std::vector<int>> ranks_;

@@ -75,6 +75,12 @@ class RequestBackend : public SplittableBackend,
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
   WorkPtr barrier(const c10d::BarrierOptions& opts) override;
 
+  // For backends of ours that are made of others, in place of c10d's methods: any request, of
+  // tensors that the caller keeps until the work is over.
+  WorkPtr begin(const CollectiveRequest& request) {
+    return run({request.op, c10d::OpType::UNKNOWN, /*async=*/true, c10d::kUnsetTimeout}, request);
+  }
+
   void startCoalescing() override;
   void setSequenceNumberForGroup() override {}
   void enableCollectivesTiming() override {}
