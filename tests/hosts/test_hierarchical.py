@@ -25,6 +25,7 @@ from tests import contract
 from tests.backends import test_checked as checked
 from tests.backends import test_shm as shm
 from tests.backends import test_shm_faults as faults
+from tests.backends.dist_ops import all_gather_single, reduce_scatter_single
 from tests.contract import FUNCTIONAL, verify
 from tests.harness import pool, run
 from torch_c10d_ext import _C, _tally
@@ -169,6 +170,46 @@ def _large() -> None:
 @places
 def test_large_tensors_travel_in_parts(hosts: str) -> None:
     run(len(hosts), _large, backend=f"hosts:{hosts}")
+
+
+def _large_parts(count: int) -> None:
+    """Each rank's part from where it is, also where that is a part of the result."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+
+    def part(of: int, to: int = 0) -> torch.Tensor:
+        return torch.arange(count, dtype=torch.int32) % 1000 + 10_000 * of + 1000 * to
+
+    for at in (None, rank, (rank + 1) % n):
+        out = torch.zeros(n, count, dtype=torch.int32)
+        own = part(rank) if at is None else out[at].copy_(part(rank))
+        all_gather_single(out, own)
+        assert torch.equal(out, torch.stack([part(r) for r in range(n)])), at
+
+        given = torch.stack([part(rank, to) for to in range(n)])
+        out = torch.zeros(count, dtype=torch.int32) if at is None else given[at]
+        reduce_scatter_single(out, given)
+        assert torch.equal(out, sum(part(r, rank) for r in range(n))), at
+
+    given = torch.stack([part(rank, to) for to in range(n)])
+    for out in (torch.zeros_like(given), given):
+        dist.all_to_all_single(out, given.view(n, count))
+        assert torch.equal(out, torch.stack([part(r, rank) for r in range(n)]))
+
+    def sizes(of: int) -> list[int]:
+        return [count * ((of + to) % 3) // 2 for to in range(n)]
+
+    uneven = torch.cat([part(rank, to).repeat(2)[:k] for to, k in enumerate(sizes(rank))])
+    got = [sizes(r)[rank] for r in range(n)]
+    out = torch.zeros(sum(got), dtype=torch.int32)
+    dist.all_to_all_single(out, uneven, got, sizes(rank))
+    want = [part(r, rank).repeat(2)[:k] for r, k in enumerate(got)]
+    assert torch.equal(out, torch.cat(want))
+
+
+@places
+def test_large_parts_travel_from_where_they_are(hosts: str) -> None:
+    for count in (40_001, 700_003):
+        run(len(hosts), _large_parts, count, backend=f"hosts:{hosts}")
 
 
 # --- checks and faults ---------------------------------------------------------------------------

@@ -50,16 +50,6 @@ void scatter_rows(const at::Tensor& to, const at::Tensor& from, const Sizes& ord
   }
 }
 
-// The source, or a copy where it shares memory with `out`. `is_in_place`: its own part does, which
-// is replaced.
-at::Tensor apart(const at::Tensor& source, const at::Tensor& out, bool is_in_place = false) {
-  return !is_in_place && source.storage().is_alias_of(out.storage()) ? source.clone() : source;
-}
-
-bool begin_together(const at::Tensor& one, const at::Tensor& other) {
-  return one.const_data_ptr() == other.const_data_ptr();
-}
-
 // Into how many parts a tensor of so many bytes is cut.
 int64_t parts_of(size_t bytes) {
   return std::clamp<int64_t>(static_cast<int64_t>(bytes) / kPart, int64_t{1}, kParts);
@@ -188,12 +178,10 @@ void broadcast(const Parts& parts, const InnerCollective& what) {
 
 // Each rank of this host has all ranks of its place gathered between hosts, and the others take
 // that from its memory, part by part: what is not of this host, whose ranks do not wait for it.
-void all_gather_over_rails(const Parts& parts, const at::Tensor& source, const at::Tensor& out) {
+void all_gather_over_rails(const Parts& parts, const at::Tensor& in, const at::Tensor& out) {
   constexpr string_view op = "all_gather";
   const auto& hosts = parts.hosts.ranks();
   const at::Tensor rows = rows_of(out, parts.size);
-  const at::Tensor in =
-      apart(source, out, begin_together(source, rows.select(0, parts.hosts.rank())));
   struct Pipe {
     at::Tensor column;
     Tensors rows, outs;
@@ -260,12 +248,10 @@ void all_gather(const Parts& parts, const InnerCollective& what) {
 
 // Inside, each rank reduces what is for the ranks of its place, from where the others have it; on
 // its rail what is for this rank. Parts of each row are in different steps at once.
-void reduce_scatter_over_rails(const Parts& parts, const at::Tensor& source, const at::Tensor& out,
+void reduce_scatter_over_rails(const Parts& parts, const at::Tensor& in, const at::Tensor& out,
                                const Reduction& reduction) {
   constexpr string_view op = "reduce_scatter";
   const auto& hosts = parts.hosts.ranks();
-  const at::Tensor own = rows_of(source, parts.size).select(0, parts.hosts.rank());
-  const at::Tensor in = apart(source, out, begin_together(own, out));
   const at::Tensor rows = rows_of(in, parts.size);
   struct Pipe {
     Tensors sources;
@@ -366,7 +352,7 @@ struct Sides {
 // What stays here goes by shared memory, and the rest by the engine between hosts.
 void all_to_all(const Parts& parts, const InnerCollective& what) {
   constexpr string_view op = "all_to_all";
-  const Sides from(parts.hosts, apart(flat(what.source), what.out), what.sent);
+  const Sides from(parts.hosts, flat(what.source), what.sent);
   const Sides to(parts.hosts, flat(what.out), what.received);
   from.each_copied([](const at::Tensor& part, const at::Tensor& place) { place.copy_(part); });
   Step far =

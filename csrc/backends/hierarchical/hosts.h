@@ -77,9 +77,6 @@ class Hosts {
   int place_of(int rank) const {
     return place_of_[static_cast<size_t>(rank)];
   }
-  int rank() const {
-    return ranks_here()[static_cast<size_t>(place_)];
-  }
   bool is_here(int rank) const {
     return host_of(rank) == host_;
   }

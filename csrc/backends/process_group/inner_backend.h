@@ -67,7 +67,7 @@ struct InnerTable {
 // are told of, and has the derived class start it, by its InnerTable.
 //
 // Arguments are checked by who decorates it: dense CPU tensors of any shape, the same on all ranks
-// where they must be.
+// where they must be, and sources apart from what is written, or the same.
 class InnerBackend : public c10d::Backend, public DescribedBackend {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
