@@ -47,6 +47,14 @@ def _travels(given: int | None) -> None:
         sent = torch.full((n * (n + 1) // 2,), rank)
         parts = functional.all_to_all_single(sent, [rank + 1] * n, [1 + q for q in range(n)], group)
         assert (parts + 0).tolist() == [q for q in range(n) for _ in range(rank + 1)]
+        # Even parts up to the same size as what is not cut.
+        each = fits // n
+        whole = torch.arange(n * each, dtype=torch.float32) + rank
+        own = torch.arange(rank * each, (rank + 1) * each)
+        got = functional.reduce_scatter_tensor(whole, "sum", 0, group) + 0
+        assert torch.equal(got, n * own + float(sum(range(n))))
+        got = functional.all_to_all_single(whole, None, None, group) + 0
+        assert torch.equal(got, torch.cat([own + float(q) for q in range(n)]))
         assert _moved(group) == before, "gloo was asked"
         large = functional.all_reduce(torch.ones(fits + 1), "sum", group) + 0
         assert torch.equal(large, torch.full((fits + 1,), float(n)))

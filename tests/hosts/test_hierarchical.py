@@ -212,6 +212,26 @@ def test_large_parts_travel_from_where_they_are(hosts: str) -> None:
         run(len(hosts), _large_parts, count, backend=f"hosts:{hosts}")
 
 
+def _broadcasts(count: int) -> None:
+    """From every rank, in one piece and in parts that go from host to host."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    for root in range(n):
+        want = torch.arange(count, dtype=torch.int32) + 1_000_000 * root
+        x = want.clone() if rank == root else torch.zeros(count, dtype=torch.int32)
+        dist.broadcast(x, root)
+        assert torch.equal(x, want), root
+
+
+@pytest.mark.parametrize("hosts", ["abc", "aabbcc", "abcabc", "aabccc", "cabbdd"])
+def test_broadcasts_go_from_host_to_host(hosts: str) -> None:
+    """Three hosts and four, even and not; the root leads its host or does not."""
+    try:
+        for count in (1000, 131_073, 1_000_003):
+            run(len(hosts), _broadcasts, count, backend=f"hosts:{hosts}")
+    finally:
+        pool.stop(f"hosts:{hosts}")
+
+
 # --- checks and faults ---------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@
 
 #include "backends/adapter/adapter.h"
 #include "backends/adapter/lowering.h"
+#include "backends/checked/protocol.h"
 #include "backends/process_group/inner_backend.h"
 
 namespace c10d_ext {
@@ -45,30 +46,53 @@ void receive_of_root(const InnerCollective& what, bool is_root,
   }
 }
 
-// What a rank sends to all, behind how much of it goes to each.
+// Before what a rank sends to all: how much of it goes to each; kUneven, and how much to which.
+constexpr int64_t kUneven = -1;
+
 std::string exchanged(const InnerCollective& what) {
-  std::string data(reinterpret_cast<const char*>(what.sent.data()),
-                   what.sent.size() * sizeof(int64_t));
+  const Sizes& sent = what.sent;
+  Sizes heading{sent.front()};
+  if (!std::equal(sent.begin() + 1, sent.end(), sent.begin())) {
+    heading = {kUneven};
+    heading.insert(heading.end(), sent.begin(), sent.end());
+  }
+  std::string data(reinterpret_cast<const char*>(heading.data()), heading.size() * sizeof(int64_t));
   return data + bytes_in(what.source);
+}
+
+// Takes the heading off.
+Sizes sizes_in(std::string_view& data, size_t ranks) {
+  const auto take = [&](Sizes& sizes) {
+    const size_t bytes = sizes.size() * sizeof(int64_t);
+    check_size(data.size() >= bytes);
+    std::memcpy(sizes.data(), data.data(), bytes);
+    data.remove_prefix(bytes);
+  };
+  Sizes each(1), sent(ranks);
+  take(each);
+  if (each[0] == kUneven) {
+    take(sent);
+  } else {
+    sent.assign(ranks, each[0]);
+  }
+  return sent;
 }
 
 void receive_own_parts(const InnerCollective& what, int rank,
                        const std::vector<std::string>& data) {
   const size_t element = what.out.itemsize();
   auto* to = static_cast<char*>(what.out.mutable_data_ptr());
-  const size_t heading = data.size() * sizeof(int64_t);
   for (size_t from = 0; from < data.size(); ++from) {
-    check_size(data[from].size() >= heading);
-    Sizes sent(data.size());
-    std::memcpy(sent.data(), data[from].data(), heading);
-    size_t offset = heading;
+    std::string_view parts = data[from];
+    const Sizes sent = sizes_in(parts, data.size());
+    size_t offset = 0;
     for (int64_t i = 0; i < rank; ++i) {
       offset += static_cast<size_t>(sent[static_cast<size_t>(i)]) * element;
     }
     const size_t bytes = static_cast<size_t>(what.received[from]) * element;
-    check_size(sent[static_cast<size_t>(rank)] == what.received[from] &&
-               offset <= data[from].size() && bytes <= data[from].size() - offset);
-    std::memcpy(to, data[from].data() + offset, bytes);
+    check_size(sent[static_cast<size_t>(rank)] == what.received[from] && offset <= parts.size() &&
+               bytes <= parts.size() - offset);
+    std::memcpy(to, parts.data() + offset, bytes);
     to += bytes;
   }
 }
@@ -186,7 +210,7 @@ std::optional<Piggyback> piggyback_of(const HeldRequest& request, const Group& g
   const Adapter adapter(request.op, group, backend, backend->capabilities(), std::nullopt);
   Started started = lowering::start(adapter, request);
   Piggyback noted = backend->take();
-  if (!noted.receive || noted.data.size() * ranks > most) {
+  if (!noted.receive || noted.data.size() > most / ranks + kMostHeading) {
     return std::nullopt;
   }
   noted.receive = [receive = std::move(noted.receive),

@@ -63,7 +63,7 @@ Calling take_call(Payload& words, int ranks) {
     throw std::runtime_error("a call of another group");
   }
   call.data = take_data(words);
-  if (call.data && call.data->size() * static_cast<size_t>(ranks) > kMostData) {
+  if (call.data && call.data->size() > kMostData / static_cast<size_t>(ranks) + kMostHeading) {
     throw std::runtime_error("a call with too much data");
   }
   call.seq = static_cast<uint64_t>(words.number());

@@ -27,6 +27,9 @@ constexpr int64_t kSmall = int64_t{16} << 10;
 // Larger ones travel in parts, so that memory and links work at once.
 constexpr int64_t kPart = int64_t{1} << 20;
 constexpr int64_t kParts = 8;
+// What goes from host to host, and on from there.
+constexpr int64_t kChainPart = int64_t{256} << 10;
+constexpr int64_t kChainParts = 32;
 
 at::Tensor flat(const at::Tensor& t) {
   return span_of(t, 0, t.numel());
@@ -53,6 +56,10 @@ void scatter_rows(const at::Tensor& to, const at::Tensor& from, const Sizes& ord
 // Into how many parts a tensor of so many bytes is cut.
 int64_t parts_of(size_t bytes) {
   return std::clamp<int64_t>(static_cast<int64_t>(bytes) / kPart, int64_t{1}, kParts);
+}
+
+int64_t chain_parts_of(size_t bytes) {
+  return std::clamp<int64_t>(static_cast<int64_t>(bytes) / kChainPart, int64_t{1}, kChainParts);
 }
 
 // Calls `piece(offset, count)` for each of `pieces` parts of `count` elements; the last is smaller.
@@ -158,6 +165,58 @@ void reduce(const Parts& parts, const InnerCollective& what) {
   }
 }
 
+// From host to host, part after part, so that each link carries everything once; inside, each part
+// as it comes, but for the root's host where `is_known_there`.
+void broadcast_along_hosts(const Parts& parts, const at::Tensor& t, int root, int on_rail,
+                           bool is_known_there) {
+  constexpr string_view op = "broadcast";
+  const auto hosts = static_cast<int>(parts.hosts.count());
+  const int host = parts.hosts.host();
+  const int from_root = (host - root + hosts) % hosts;
+  const bool tells_here = parts.local.is_there() && !(is_known_there && from_root == 0);
+  struct Pipe {
+    at::Tensor part;
+    Step came, sent, inside;
+  };
+  std::vector<Pipe> pipes;
+  const bool is_on_rail = parts.hosts.place() == on_rail;
+  const int64_t pieces = chain_parts_of(t.nbytes());
+  each_piece(t.numel(), pieces, [&](int64_t offset, int64_t count) {
+    Pipe& pipe = pipes.emplace_back();
+    pipe.part = t.narrow(0, offset, count);
+    if (is_on_rail && from_root != 0) {
+      const auto tag = static_cast<int>(pipes.size());
+      pipe.came = parts.rail.recv(pipe.part, (host + hosts - 1) % hosts, tag);
+    }
+  });
+  for (size_t i = 0; i < pipes.size(); ++i) {
+    Pipe& pipe = pipes[i];
+    pipe.came.wait();
+    if (is_on_rail && from_root != hosts - 1) {
+      pipe.sent = parts.rail.send(pipe.part, (host + 1) % hosts, static_cast<int>(i + 1));
+    }
+    if (tells_here) {
+      const auto request = CollectiveRequest::broadcast(op, pipe.part, pipe.part, on_rail);
+      pipe.inside = parts.local.start(request);
+    }
+  }
+  for (auto& pipe : pipes) {
+    pipe.sent.wait();
+    pipe.inside.wait();
+  }
+}
+
+// Whether that takes less than a tree, in which the root's link carries everything for each of the
+// hosts that hear from it.
+bool pays_along_hosts(const Parts& parts, const at::Tensor& t) {
+  const int64_t hosts = parts.hosts.count(), pieces = chain_parts_of(t.nbytes());
+  int64_t rounds = 0;
+  while (int64_t{1} << rounds < hosts) {
+    ++rounds;
+  }
+  return parts.flat.has_messages() && pieces > 1 && pieces + hosts - 2 < rounds * pieces;
+}
+
 void broadcast(const Parts& parts, const InnerCollective& what) {
   constexpr string_view op = "broadcast";
   const at::Tensor t = flat(what.out);
@@ -167,6 +226,11 @@ void broadcast(const Parts& parts, const InnerCollective& what) {
   const int on_rail = parts.hosts.is_even() ? place : 0;
   if (is_here && parts.local.is_there() && on_rail != place) {
     parts.local.start(CollectiveRequest::broadcast(op, t, t, place)).wait();
+  }
+  if (pays_along_hosts(parts, t)) {
+    broadcast_along_hosts(parts, t, parts.hosts.host_of(root), on_rail,
+                          parts.hosts.place_of(root) != on_rail);
+    return;
   }
   if (parts.hosts.place() == on_rail) {
     parts.rail.start(CollectiveRequest::broadcast(op, t, t, parts.hosts.host_of(root))).wait();

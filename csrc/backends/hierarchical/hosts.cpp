@@ -31,13 +31,24 @@ Part::Part(BackendPtr backend, std::string group_name)
 
 Step Part::start(const CollectiveRequest& request) const {
   if (own_ != nullptr) {
-    return Step({own_->begin(request), {}});
+    const auto type = c10d::OpType::UNKNOWN;
+    return Step({own_->run({request.op, type, /*async=*/true, c10d::kUnsetTimeout}, request), {}});
   }
   using Tensors = HeldRequest::Tensors;
   const HeldRequest held(request, Tensors(request.sources.begin(), request.sources.end()),
                          Tensors(request.outs.begin(), request.outs.end()));
   const Group place({}, group_name_, backend_->getRank(), backend_->getSize());
   return Step(lowering::start(Adapter(request.op, place, backend_, can_, std::nullopt), held));
+}
+
+Step Part::send(const at::Tensor& t, int peer, int tag) const {
+  std::vector<at::Tensor> tensors{t};
+  return Step({backend_->send(tensors, peer, tag), {}});
+}
+
+Step Part::recv(const at::Tensor& t, int peer, int tag) const {
+  std::vector<at::Tensor> tensors{t};
+  return Step({backend_->recv(tensors, peer, tag), {}});
 }
 
 Hosts::Hosts(int rank, int size, std::vector<std::vector<int>> ranks)

@@ -48,6 +48,12 @@ class Part {
   // The caller keeps the tensors until it has waited. Requests with parts are for shared memory,
   // which takes them from where they are.
   Step start(const CollectiveRequest& request) const;
+  // One end of a message; `peer`: among these ranks.
+  Step send(const at::Tensor& t, int peer, int tag) const;
+  Step recv(const at::Tensor& t, int peer, int tag) const;
+  bool has_messages() const {
+    return can_.methods.has(Method::Send) && can_.methods.has(Method::Recv);
+  }
 
  private:
   const BackendPtr backend_;
@@ -76,6 +82,9 @@ class Hosts {
   // Among the ranks of its host.
   int place_of(int rank) const {
     return place_of_[static_cast<size_t>(rank)];
+  }
+  int host() const {
+    return host_;
   }
   bool is_here(int rank) const {
     return host_of(rank) == host_;

@@ -42,6 +42,10 @@ class RequestBackend : public SplittableBackend,
     }
   };
 
+  // Its work; null where the call is not async, once it is complete. The tensors are the caller's,
+  // and read when it begins: an earlier one may write them. Parts may differ in size and dtype.
+  virtual WorkPtr run(const MethodCall& call, const CollectiveRequest& request) = 0;
+
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override;
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
   WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
@@ -75,12 +79,6 @@ class RequestBackend : public SplittableBackend,
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
   WorkPtr barrier(const c10d::BarrierOptions& opts) override;
 
-  // For backends of ours that are made of others, in place of c10d's methods: any request, of
-  // tensors that the caller keeps until the work is over.
-  WorkPtr begin(const CollectiveRequest& request) {
-    return run({request.op, c10d::OpType::UNKNOWN, /*async=*/true, c10d::kUnsetTimeout}, request);
-  }
-
   void startCoalescing() override;
   void setSequenceNumberForGroup() override {}
   void enableCollectivesTiming() override {}
@@ -93,10 +91,6 @@ class RequestBackend : public SplittableBackend,
                           std::move(global_ranks)),
         ArgumentChecks(place, options_.backend) {}
 
-  // Starts the call and returns its work; null where the call is not async, once it is complete.
-  // The tensors are the caller's, and are read when the collective begins: an earlier one may still
-  // write them. Parts may differ in size, and the tensors of a list in dtype.
-  virtual WorkPtr run(const MethodCall& call, const CollectiveRequest& request) = 0;
   virtual WorkPtr run(const MethodCall& call, const Message& message) = 0;
 
   bool is_coalescing() const {
