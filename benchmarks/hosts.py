@@ -37,6 +37,8 @@ SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20)
 GOODPUT = 0.94
 # Up to so many bytes every rail carries all of them (kSmall in hierarchical/collectives.cpp).
 WHOLE = 16 << 10
+# Of the all_reduce from which the model is told what busy processors move.
+LARGE = 4 << 20
 # Of one rank, bytes per second by shared memory, while its neighbours do the same.
 INSIDE = 2e9
 OPS = {
@@ -119,19 +121,31 @@ def model_of(layout: str, link: dict[str, Any], cases: list[dict[str, Any]]) -> 
     """The topology that the link and the smallest all_reduce say this is.
 
     The rate is that of all hosts at once; what 8 B take beyond one way is the leaders', and a step
-    of a ring what gloo takes for them.
+    of a ring what gloo takes for them. What hosts send and receive at most is what they did in an
+    all_reduce of 4 MiB.
     """
     hosts, ranks = LAYOUTS[layout]
     n = hosts * ranks
-    small = min((case for case in cases if case["collective"] == "all_reduce"), key=_size)
-    medians = {name: statistics.median(each) for name, each in small["times"].items()}
+    sums = {_size(case): case for case in cases if case["collective"] == "all_reduce"}
+    medians = {n: statistics.median(each) for n, each in sums[min(sums)]["times"].items()}
     per_rank = max(0.0, medians["shm+gloo"] - link["latency"]) / (n - 1)
     hop = max(0.0, medians["gloo"] - link["latency"]) / (2 * (n - 1))
+    busy = float("inf")
+    if LARGE in sums:
+        busy = (
+            2
+            * 2
+            * (hosts - 1)
+            / hosts
+            * LARGE
+            / statistics.median(sums[LARGE]["times"]["shm+gloo"])
+        )
     return Topology(
         ranks,
         inside=Link(latency=0.0, bandwidth=INSIDE),
         between=Link(latency=link["latency"], bandwidth=link["together"], hop=hop),
         per_rank=per_rank,
+        host_bandwidth=busy,
     )
 
 

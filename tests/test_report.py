@@ -871,7 +871,36 @@ def test_times_of_algorithms_between_hosts() -> None:
         assert at_scale["rails"] == pytest.approx(bound, rel=0.01)
 
 
+def test_what_a_host_moves_may_take_longer_than_its_link() -> None:
+    size = 64 << 20
+    busy = dataclasses.replace(HOSTS, host_bandwidth=1e9)
+    for op, moved in (
+        ("all_reduce", 2 * 1.5 * size),  # in and out; of 4 hosts
+        ("all_gather_into_tensor", 2 * 0.75 * size),
+        ("all_to_all_single", 2 * 4 * 0.75 * size),
+        ("broadcast", 2 * size),
+    ):
+        free, slow = HOSTS.times(op, 16, size), busy.times(op, 16, size)
+        assert slow["rails"] == pytest.approx(moved / 1e9, rel=0.01), op
+        assert free["rails"] < 0.6 * slow["rails"], op
+    assert busy.times("all_reduce", 4, size) == HOSTS.times("all_reduce", 4, size)  # one host
+
+
+def test_large_broadcasts_go_from_host_to_host() -> None:
+    def wire(hosts: int, size: int) -> float:
+        free = dataclasses.replace(HOSTS, between=Link(0, 1e9))
+        return free.times("broadcast", 4 * hosts, size)["rails"] * 1e9 / size
+
+    assert wire(2, 64 << 20) == pytest.approx(1, rel=0.01)
+    assert wire(4, 64 << 20) == pytest.approx(1 + 2 / 32, rel=0.01)
+    assert wire(4, 1 << 20) == pytest.approx(1 + 2 / 4, rel=0.01)
+    assert wire(4, 300 << 10) == pytest.approx(2, rel=0.01)  # one part: a tree
+    assert wire(256, 64 << 20) == pytest.approx(8, rel=0.01)
+
+
 def test_topologies_are_checked() -> None:
+    with pytest.raises(ValueError, match="host_bandwidth must be positive, got 0"):
+        Topology(2, host_bandwidth=0)
     with pytest.raises(ValueError, match="ranks_per_host must be 1 or more, got 0"):
         Topology(0)
     with pytest.raises(ValueError, match="per_rank must be 0 or more, got -1"):

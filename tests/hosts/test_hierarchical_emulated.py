@@ -166,7 +166,7 @@ def test_a_host_that_is_stopped_is_named_at_the_timeout(tmp_path: Path) -> None:
         for rank in (0, 1):
             said = ranks.result(rank)
             assert said["kind"] == "CollectiveTimeout", said
-            assert set(said["ranks"]) <= {2, 3} and said["ranks"], said
+            assert said["ranks"] == [2, 3], said
             assert "on host1, silent)" in said["text"], said
 
 
@@ -191,8 +191,9 @@ def test_the_benchmarks_bound_is_that_of_the_model() -> None:
         ):
             times = topology.times(op, hosts * here, 1 << 24)
             bound = bench.bound(collective, 1 << 24, hosts, here, 1e8, 1e-4)
-            # Behind the agreement, a round trip.
-            assert times["rails"] - 2e-4 == pytest.approx(bound)
+            # Behind the agreement, a round trip. A broadcast's last part is passed on H - 2 times.
+            passed_on = (hosts - 2) / 32 * (1 << 24) / 1e8 if collective == "broadcast" else 0
+            assert times["rails"] - 2e-4 - passed_on == pytest.approx(bound)
         rails = topology.times("all_reduce", hosts * here, 1 << 24)["rails"]
         assert rails - 3e-4 == pytest.approx(
             bench.bound("all_reduce", 1 << 24, hosts, here, 1e8, 1e-4)

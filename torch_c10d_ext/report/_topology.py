@@ -11,6 +11,8 @@ from torch_c10d_ext.report._costs import Link
 
 # The parts of a large collective that are in different steps at once, as the backend has them.
 _PART, _PARTS = 1 << 20, 8
+# Those of a broadcast, which go from host to host.
+_CHAIN_PART, _CHAIN_PARTS = 256 << 10, 32
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,8 @@ class Topology:
 
     ``"flat"`` is a ring over all ranks, of which each host's link carries one rank's part.
     ``"rails"`` reduces and gathers inside each host, and has one group for each place in a host
-    between them, in up to 8 parts at once. ``"leaders"`` has one rank of each host between them.
+    between them, in up to 8 parts at once; a large broadcast goes from host to host in up to 32, a
+    small one by a tree. ``"leaders"`` has one rank of each host between them.
     ``"whole"`` is an all_reduce inside and then one of everything on every rail. Before each of
     these the ranks agree at rank 0, a round trip. ``"piggyback"`` is data that travels with the
     calls, up to 32 KiB of all ranks (256 KiB / ranks beyond 8): from host to host on up to 16, else
@@ -36,6 +39,8 @@ class Topology:
             fastest.
         shared: as :attr:`Link.shared`.
         per_rank: seconds that rank 0, or a leader, takes for each other rank of an agreement.
+        host_bandwidth: bytes per second that all ranks of a host send and receive together, at
+            most: where processors are what they wait for, and not the link.
     """
 
     ranks_per_host: int
@@ -44,10 +49,15 @@ class Topology:
     algorithm: str | None = None
     shared: str = ""
     per_rank: float = 0.0
+    host_bandwidth: float = math.inf
 
     def __post_init__(self) -> None:
         if not self.per_rank >= 0:
             raise ValueError(f"Topology: per_rank must be 0 or more, got {self.per_rank}")
+        if not self.host_bandwidth > 0:
+            raise ValueError(
+                f"Topology: host_bandwidth must be positive, got {self.host_bandwidth}"
+            )
         if self.ranks_per_host < 1:
             raise ValueError(
                 f"Topology: ranks_per_host must be 1 or more, got {self.ranks_per_host}"
@@ -93,7 +103,7 @@ class Topology:
         else:
             flat = traffic.wire_of_larger(ranks, size)
         agreement = 2 * far.latency + (ranks - 1) * self.per_rank
-        times = {"flat": agreement + far.seconds(op, ranks, flat)}
+        times = {"flat": agreement + self._between(op, ranks, flat, 2 * flat)}
         data = ranks * traffic.pattern.buffers(ranks, size)[0]
         if traffic.pattern is not Pattern.MESSAGE and data <= _C.usual_piggyback(ranks):
             if hosts <= _C.MOST_LEADERS:
@@ -106,21 +116,36 @@ class Topology:
                 times["piggyback"] = agreement + (ranks - here) * data / far.bandwidth
         if here == 1 or traffic.pattern is Pattern.MESSAGE:
             return times
-        between = far.seconds(op, hosts, across)
+        between = self._between(op, hosts, across, 2 * across)
         inside = near.seconds(op, here, traffic.wire_of_larger(here, size))
         parts = min(max(int(size) // _PART, 1), _PARTS)
         in_parts = max(between, inside) + min(between, inside) / parts
         if traffic.pattern is Pattern.ALL_REDUCE:
             times["rails"] = agreement + in_parts
             times["leaders"] = agreement + between + 2 * near.seconds("broadcast", here, size)
-            times["whole"] = agreement + inside + far.seconds(op, hosts, across * here)
+            whole = self._between(op, hosts, across * here, 2 * across * here)
+            times["whole"] = agreement + inside + whole
         elif traffic.pattern is Pattern.ALL_TO_ALL:
             times["rails"] = agreement + max(between, inside)
         elif traffic.pattern in (Pattern.ALL_GATHER, Pattern.REDUCE_SCATTER):
             times["rails"] = agreement + in_parts
+        elif traffic.pattern is Pattern.BROADCAST:
+            parts = min(max(int(size) // _CHAIN_PART, 1), _CHAIN_PARTS)
+            tree, chain = math.ceil(math.log2(hosts)), 1 + (hosts - 2) / parts
+            if parts == 1 or tree <= chain:
+                parts, chain = 1, tree
+            # A host on the way takes in everything and passes it on.
+            moved = min(hosts - 1, 2) * size
+            between = self._between(op, hosts, chain * size, moved)
+            times["rails"] = agreement + between + inside / parts
         else:
             times["rails"] = agreement + between + inside
         return times
+
+    def _between(self, op: str, members: int, wire: float, moved: float) -> float:
+        """Seconds of what goes between hosts: by the link, or by the processors of a host."""
+        seconds = self.between.seconds(op, members, wire)
+        return max(seconds, self.between.latency + moved / self.host_bandwidth)
 
     def seconds(self, op: str, ranks: int, wire_bytes: float) -> float:
         """How long a collective takes that has the links for itself, as :meth:`Link.seconds`."""

@@ -43,7 +43,7 @@ void Coordinator::hear(int rank, uint32_t kind, Payload& words) {
     case kLate: {
       const auto seq = static_cast<uint64_t>(words.number());
       const auto within = words.text();
-      ask({seq, kLate, within}, suspects_of(seq));
+      ask({seq, kLate, within}, all_ranks());
       break;
     }
     case kBroken: {
@@ -243,8 +243,10 @@ void Coordinator::answer(const Question& question) {
     auto ranks = suspects_of(seq);
     const auto behind = seq > progress_.agreed() ? ranks : std::vector<int>();
     const bool are_some_stuck = std::any_of(ranks.begin(), ranks.end(), is_stuck);
-    // Those that are well may wait for what the others owe them.
+    // Those that are well may wait for what the others owe them; and a host that stands still does
+    // so with all of its ranks, whatever they had called.
     if (are_some_stuck) {
+      ranks = all_ranks();
       std::erase_if(ranks, [&](int rank) { return !is_stuck(rank); });
     }
     // What all have called is about to begin, where their leaders are well.
