@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,16 +58,30 @@ def collectives() -> None:
 
 def until_it_fails() -> None:
     """Calls one collective after the other, of both sizes."""
+    x, large = torch.zeros(1000), torch.zeros(300_000)
+
+    def call() -> None:
+        dist.all_reduce(x)
+        dist.all_reduce(large)
+        time.sleep(0.001)
+
+    _until_it_fails(call)
+
+
+def broadcasts_until_it_fails() -> None:
+    """In parts, from the last rank's host to the others, one after the other."""
+    x = torch.zeros(4 << 20)
+    _until_it_fails(lambda: dist.broadcast(x, dist.get_world_size() - 1))
+
+
+def _until_it_fails(call: Callable[[], None]) -> None:
     dist.all_reduce(torch.ones(1))
     _say(ready=os.getpid())
-    x, large = torch.zeros(1000), torch.zeros(300_000)
     calls = 0
     try:
         while True:
-            dist.all_reduce(x)
-            dist.all_reduce(large)
+            call()
             calls += 1
-            time.sleep(0.001)
     except RuntimeError as error:
         _say(
             kind=type(error).__name__,
@@ -199,6 +214,7 @@ def main() -> None:
         "contract": contract,
         "clients": clients,
         "until_it_fails": until_it_fails,
+        "broadcasts_until_it_fails": broadcasts_until_it_fails,
         "random_calls": random_calls,
     }[sys.argv[1]]()
 

@@ -143,6 +143,26 @@ def test_a_killed_rank_is_named_with_its_host(victim: int, tmp_path: Path) -> No
         print(f"killed rank {victim}: known after {max(times) * 1000:.0f} ms")
 
 
+@pytest.mark.parametrize("engine", ["gloo", "mpi"])
+@pytest.mark.parametrize("victim", [3, 4, 5])
+def test_a_rank_killed_in_a_broadcast_from_host_to_host(
+    victim: int, engine: str, tmp_path: Path
+) -> None:
+    """The root, the one between hosts that passes it on, and the one that hears it last."""
+    settings = {} if engine == "gloo" else {"TORCH_C10D_EXT_SHM_BETWEEN_HOSTS": engine}
+    with _ranks((0, 1, 2, 0, 1, 2), "broadcasts_until_it_fails", tmp_path, **settings) as ranks:
+        ranks.await_ready()
+        time.sleep(0.5)  # in the middle of one
+        killed = time.time()
+        ranks.hosts.signal(ranks.processes[victim], signal.SIGKILL)
+        times = []
+        for rank in set(range(6)) - {victim}:
+            said = ranks.result(rank)
+            assert said["kind"] == "RankLost" and said["ranks"] == [victim], said
+            times.append(said["at"] - killed)
+        print(f"killed rank {victim}: known after {max(times) * 1000:.0f} ms")
+
+
 def test_a_link_that_is_down_is_found_by_the_heartbeat(tmp_path: Path) -> None:
     with _ranks((0, 0, 1, 1), "until_it_fails", tmp_path) as ranks:
         ranks.await_ready()
