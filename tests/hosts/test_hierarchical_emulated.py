@@ -150,7 +150,7 @@ def test_a_rank_killed_in_a_broadcast_from_host_to_host(
 ) -> None:
     """The root, the one between hosts that passes it on, and the one that hears it last."""
     settings = {} if engine == "gloo" else {"TORCH_C10D_EXT_SHM_BETWEEN_HOSTS": engine}
-    with _ranks((0, 1, 2, 0, 1, 2), "broadcasts_until_it_fails", tmp_path, **settings) as ranks:
+    with _ranks((0, 1, 2, 0, 1, 2), "broadcasts_until_it_fails", tmp_path, 0, **settings) as ranks:
         ranks.await_ready()
         time.sleep(0.5)  # in the middle of one
         killed = time.time()
