@@ -158,7 +158,7 @@ def standard_library_flags() -> list[str]:
     """What has the linker find the libstdc++.so that torch has loaded, where it would not.
 
     A compiler that finds libstdc++.a alone, as in slim images, links a copy of it and says nothing.
-    Beside torch's the copy reads numbers as 0 and crashes when it writes some.
+    Beside torch's such a copy was seen to read numbers as 0, and to crash where some are written.
     """
     text = "#include <sstream>\nvoid write(std::ostringstream& out) { out << 1; }\n"
     given = shlex.split(os.environ.get("LDFLAGS", ""))
@@ -171,12 +171,12 @@ def standard_library_flags() -> list[str]:
         return []
     found = re.search(r"/\S*/libstdc\+\+\.so\.\S*$", Path("/proc/self/maps").read_text(), re.M)
     folder = ROOT / "build" / "standard_library"
+    folder.mkdir(parents=True, exist_ok=True)
+    link = folder / "libstdc++.so"
+    link.unlink(missing_ok=True)
     if found:
-        folder.mkdir(parents=True, exist_ok=True)
-        link = folder / "libstdc++.so"
-        link.unlink(missing_ok=True)
         link.symlink_to(found[0])
-    if links_a_copy(f"-L{folder}"):
+    if not found or links_a_copy(f"-L{folder}"):
         raise SystemExit(
             "the compiler must link libstdc++.so, as torch does, got a copy of libstdc++.a: "
             "install its libstdc++.so, and take -static-libstdc++ out of LDFLAGS"

@@ -132,14 +132,8 @@ def model_of(layout: str, link: dict[str, Any], cases: list[dict[str, Any]]) -> 
     hop = max(0.0, medians["gloo"] - link["latency"]) / (2 * (n - 1))
     busy = float("inf")
     if LARGE in sums:
-        busy = (
-            2
-            * 2
-            * (hosts - 1)
-            / hosts
-            * LARGE
-            / statistics.median(sums[LARGE]["times"]["shm+gloo"])
-        )
+        one_way = 2 * (hosts - 1) / hosts * LARGE
+        busy = 2 * one_way / statistics.median(sums[LARGE]["times"]["shm+gloo"])
     return Topology(
         ranks,
         inside=Link(latency=0.0, bandwidth=INSIDE),
