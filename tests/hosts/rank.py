@@ -68,6 +68,12 @@ def until_it_fails() -> None:
     _until_it_fails(call)
 
 
+def large_until_it_fails() -> None:
+    """Ranks are in the middle of a collective's data nearly all the time."""
+    x = torch.zeros(16 << 20)
+    _until_it_fails(lambda: dist.all_reduce(x))
+
+
 def broadcasts_until_it_fails() -> None:
     """In parts, from the last rank's host to the others, one after the other."""
     x = torch.zeros(4 << 20)
@@ -214,6 +220,7 @@ def main() -> None:
         "contract": contract,
         "clients": clients,
         "until_it_fails": until_it_fails,
+        "large_until_it_fails": large_until_it_fails,
         "broadcasts_until_it_fails": broadcasts_until_it_fails,
         "random_calls": random_calls,
     }[sys.argv[1]]()

@@ -143,6 +143,29 @@ def test_a_killed_rank_is_named_with_its_host(victim: int, tmp_path: Path) -> No
         print(f"killed rank {victim}: known after {max(times) * 1000:.0f} ms")
 
 
+@pytest.mark.parametrize("flat", [False, True], ids=["hosts", "flat"])
+@pytest.mark.parametrize("engine", ["gloo", "mpi"])
+@pytest.mark.parametrize("victim", [0, 1, 3])
+def test_a_rank_killed_in_a_large_all_reduce(
+    victim: int, engine: str, flat: bool, tmp_path: Path
+) -> None:
+    """Others have more to send to it, which with MPICH would end them, and ranks wait for those."""
+    settings = {"TORCH_C10D_EXT_SHM_BETWEEN_HOSTS": engine}
+    if flat:
+        settings["TORCH_C10D_EXT_SHM_DISABLE"] = "1"
+    with _ranks((0, 0, 1, 1), "large_until_it_fails", tmp_path, 0, **settings) as ranks:
+        ranks.await_ready()
+        time.sleep(0.5)  # in the middle of one
+        killed = time.time()
+        ranks.hosts.signal(ranks.processes[victim], signal.SIGKILL)
+        times = []
+        for rank in {0, 1, 2, 3} - {victim}:
+            said = ranks.result(rank)
+            assert said["kind"] == "RankLost" and said["ranks"] == [victim], said
+            times.append(said["at"] - killed)
+        print(f"killed rank {victim}: known after {max(times) * 1000:.0f} ms")
+
+
 @pytest.mark.parametrize("engine", ["gloo", "mpi"])
 @pytest.mark.parametrize("victim", [3, 4, 5])
 def test_a_rank_killed_in_a_broadcast_from_host_to_host(

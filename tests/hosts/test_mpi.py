@@ -186,13 +186,17 @@ def test_all_ranks_have_the_same_bits(size: int) -> None:
 
 def _in_parts() -> None:
     """With messages of at most 1000 bytes, as if all of these were longer than 1 GiB."""
-    n, rank = dist.get_world_size(), dist.get_rank()
     os.environ["TORCH_C10D_EXT_MPI_MAX_MESSAGE"] = "1000"
     try:
         group = dist.new_group()
     finally:
         del os.environ["TORCH_C10D_EXT_MPI_MAX_MESSAGE"]
-    count = 10_007
+    _every_collective(10_007, group)
+    dist.destroy_process_group(group)
+
+
+def _every_collective(count: int, group: dist.ProcessGroup | None = None) -> None:
+    n, rank = dist.get_world_size(), dist.get_rank()
     x = torch.arange(count, dtype=torch.int64) * (rank + 1)
     for op in ("all_reduce", "reduce"):
         y = x.clone()
@@ -208,10 +212,11 @@ def _in_parts() -> None:
     mine = torch.empty(count, dtype=torch.int64)
     reduce_scatter_single(mine, everyone, dist.ReduceOp.SUM, group)
     assert torch.equal(mine, torch.arange(count) * (rank + 1) * n)
-    y = x.clone()
-    dist.broadcast(y, 1, group)
-    assert torch.equal(y, torch.arange(count) * 2)
-    sizes = [100 * (r + 1) for r in range(n)]
+    for root in range(n):
+        y = x.clone()
+        dist.broadcast(y, root, group)
+        assert torch.equal(y, torch.arange(count) * (root + 1)), root
+    sizes = [count // (2 * n * n) * (r + 1) for r in range(n)]
     parts = functional.all_to_all_single(
         x[: sizes[rank] * n], [sizes[r] for r in range(n)], [sizes[rank]] * n, group
     )
@@ -223,12 +228,18 @@ def _in_parts() -> None:
     for work in works:
         work.wait()
     assert torch.equal(got, torch.arange(count) * (here + 1))
-    dist.destroy_process_group(group)
 
 
 @pytest.mark.parametrize("size", (2, 3))
 def test_what_is_too_long_for_one_message_travels_in_parts(size: int) -> None:
     run(size, _in_parts, backend=MPI)
+
+
+@pytest.mark.parametrize("count", (101, 5_003, 100_003))
+@pytest.mark.parametrize("size", (3, 5))
+def test_steps_of_collectives_by_size(size: int, count: int) -> None:
+    """Along a tree, around a ring with five ranks, or from each rank to each."""
+    run(size, _every_collective, count, backend=MPI)
 
 
 def _refuses_a_tag() -> None:

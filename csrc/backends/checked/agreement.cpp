@@ -70,11 +70,12 @@ class HelpersSeat {
 // The thread of a rank, which listens and decides, and what other threads ask of it, or do for it.
 class Agreement::Impl : public std::enable_shared_from_this<Impl> {
  public:
-  Impl(Connections star, Place place)
+  Impl(Connections star, Place place, Lose lose)
       : roster_(std::move(place), std::move(star.members)),
         calls_(roster_, kVerdict),
         generation_(fork_generation()),
-        duties_(roster_, calls_, std::move(star.lines), std::move(star.death_sockets)) {}
+        duties_(roster_, calls_, std::move(star.lines), std::move(star.death_sockets),
+                std::move(lose)) {}
 
   void start() {
     thread_ = signal_masked_thread("c10d_ext_agree", [self = shared_from_this()] { self->run(); });
@@ -345,8 +346,9 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
 };
 
 std::unique_ptr<Agreement> Agreement::join(const KeyValueStore& store, const Place& place,
-                                           Milliseconds timeout, const std::string& machine) {
-  auto impl = std::make_shared<Impl>(meet(store, place, timeout, machine), place);
+                                           Milliseconds timeout, const std::string& machine,
+                                           Lose lose) {
+  auto impl = std::make_shared<Impl>(meet(store, place, timeout, machine), place, std::move(lose));
   return std::unique_ptr<Agreement>(new Agreement(std::move(impl)));
 }
 

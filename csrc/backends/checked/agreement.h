@@ -55,10 +55,15 @@ class Agreement {
     std::function<void(const Failure&)> fail;
   };
 
+  // Hears at once of ranks that are gone, where the agreement's work is done, but for those that
+  // have left in good order.
+  using Lose = std::function<void(const std::vector<int>& ranks)>;
+
   // Collective over the ranks of `place`. Throws where they cannot reach rank 0 in time. `machine`:
-  // where this process runs, found out where it is empty.
+  // where this process runs, found out where it is empty. `lose` may be empty.
   static std::unique_ptr<Agreement> join(const KeyValueStore& store, const Place& place,
-                                         Milliseconds timeout, const std::string& machine = {});
+                                         Milliseconds timeout, const std::string& machine = {},
+                                         Lose lose = {});
   ~Agreement();
   // What is in flight may end meanwhile; what has not by then, and what is called later, fails.
   // Rank 0 goes on for the others until all of them have left: they may have messages among

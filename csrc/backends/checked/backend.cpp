@@ -15,6 +15,7 @@
 #include "backends/adapter/lowering.h"
 #include "backends/adapter/messages.h"
 #include "backends/checked/protocol.h"
+#include "backends/process_group/inner_backend.h"
 #include "base/call_site.h"
 #include "base/gil.h"
 #include "base/memory.h"
@@ -84,11 +85,13 @@ Capabilities capabilities_outside(Capabilities inside) {
 }
 
 std::unique_ptr<Agreement> meet(const Rendezvous& expected, const Group& group,
-                                std::chrono::milliseconds timeout) {
+                                std::chrono::milliseconds timeout, const c10d::Backend& inner) {
+  const auto* own = dynamic_cast<const InnerBackend*>(&inner);
   return expected.joined([&] {
     return Agreement::join(
         expected.part_of_store("agreement"),
-        {static_cast<int>(group.rank()), static_cast<int>(group.size()), group.name()}, timeout);
+        {static_cast<int>(group.rank()), static_cast<int>(group.size()), group.name()}, timeout, {},
+        own != nullptr ? own->losses() : Agreement::Lose());
   });
 }
 
@@ -128,7 +131,7 @@ CheckedBackend::CheckedBackend(c10::intrusive_ptr<c10d::Backend> inner,
                   inner_can_.futures == Capabilities::Futures::Always},
       group_({}, options.group_name, rank_, size_),
       agreement_(meet(Rendezvous(group_, store_, global_ranks_, options.backend), group_,
-                      options.timeout)),
+                      options.timeout, *inner_)),
       known_group_(
           known_group(global_ranks_, [a = agreement_](int rank) { return a->gone(rank); })) {
   OpenGroups<Agreement>::of_this_process().add(agreement_);

@@ -9,13 +9,14 @@
 namespace c10d_ext {
 
 Duties::Duties(const Roster& roster, OpenCalls& calls, std::vector<Connection> lines,
-               std::vector<FdOwner> death_sockets)
+               std::vector<FdOwner> death_sockets, Participant::Lose lose)
     : roster_(roster),
       calls_(calls),
       star_(roster, *this, std::move(lines), std::move(death_sockets)),
       participant_(
           roster, calls, [this](Says kind, Payload words) { say(kind, std::move(words)); },
-          [this](const Payload& words) { say_call(words); }, [this] { star_.wake(); }) {
+          [this](const Payload& words) { say_call(words); }, [this] { star_.wake(); },
+          std::move(lose)) {
   const auto tell_it = [this](int rank, Says kind, const Payload& words) {
     tell(rank, kind, words);
   };

@@ -25,9 +25,9 @@ class Duties final : private Star::Listener {
  public:
   using Clock = OpenCalls::Clock;
 
-  // `roster` and `calls` outlive this.
+  // `roster` and `calls` outlive this. `lose`: as of a Participant.
   Duties(const Roster& roster, OpenCalls& calls, std::vector<Connection> lines,
-         std::vector<FdOwner> death_sockets);
+         std::vector<FdOwner> death_sockets, Participant::Lose lose);
 
   // For what other threads may do: wait and wake.
   const Star& star() const {

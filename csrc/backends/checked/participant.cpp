@@ -1,6 +1,7 @@
 #include "backends/checked/participant.h"
 
 #include <limits>
+#include <numeric>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -20,12 +21,13 @@ constexpr Milliseconds kLastWord{50};
 }  // namespace
 
 Participant::Participant(const Roster& roster, OpenCalls& calls, Say say, SayCall say_call,
-                         Wake wake)
+                         Wake wake, Lose lose)
     : roster_(roster),
       calls_(calls),
       say_(std::move(say)),
       say_call_(std::move(say_call)),
-      wake_(std::move(wake)) {}
+      wake_(std::move(wake)),
+      lose_(std::move(lose)) {}
 
 void Participant::obey(uint32_t kind, Payload& words) {
   switch (kind) {
@@ -71,7 +73,7 @@ void Participant::obey(uint32_t kind, Payload& words) {
       say_(kPong, {});
       break;
     case kOver:
-      calls_.finish(take_end(words));
+      finish(take_end(words));
       break;
     case kDoomed:
       calls_.doom(static_cast<uint64_t>(words.number()));
@@ -79,22 +81,40 @@ void Participant::obey(uint32_t kind, Payload& words) {
     case kLeaving:
       // Nothing else will be agreed.
       root_left_ = true;
-      calls_.finish({Kind::RankLost, {0}, roster_.describe(0, kLeft), kUnlimited});
+      finish({Kind::RankLost, {0}, roster_.describe(0, kLeft), kUnlimited});
       break;
     default:
       throw std::runtime_error("a sentence of an unknown kind");
   }
 }
 
+void Participant::finish(End end) {
+  if (lose_ && end.kind == Kind::RankLost && end.grace != kUnlimited) {
+    lose_(end.ranks);
+  }
+  calls_.finish(std::move(end));
+}
+
+void Participant::lose_everybody() {
+  if (lose_) {
+    std::vector<int> others(static_cast<size_t>(roster_.place().size));
+    std::iota(others.begin(), others.end(), 0);
+    std::erase(others, roster_.place().rank);
+    lose_(others);
+  }
+}
+
 void Participant::lose_root(const std::string& how) {
   if (!root_left_) {
     const bool is_unreachable = how == kUnreachable;
-    calls_.finish({Kind::RankLost,
-                   {0},
-                   roster_.describe(0, how),
-                   is_unreachable ? Milliseconds(0) : kDataGrace,
-                   kAnyAgreed,
-                   is_unreachable ? Milliseconds(0) : kLastWord});
+    // Who fails, and ends because of that, would have told rank 0.
+    lose_everybody();
+    finish({Kind::RankLost,
+            {0},
+            roster_.describe(0, how),
+            is_unreachable ? Milliseconds(0) : kDataGrace,
+            kAnyAgreed,
+            is_unreachable ? Milliseconds(0) : kLastWord});
   }
 }
 
@@ -120,10 +140,10 @@ void Participant::look(Clock::time_point now) {
   }
   if (!late.unanswered.empty()) {
     const std::string state = roster_.is_near(0) ? roster_.process_state(0) : "silent";
-    calls_.finish({Kind::Timeout,
-                   {0},
-                   "the " + late.unanswered + ", got no answer from " + roster_.describe(0, state),
-                   kDataGrace});
+    finish({Kind::Timeout,
+            {0},
+            "the " + late.unanswered + ", got no answer from " + roster_.describe(0, state),
+            kDataGrace});
   }
 }
 

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <vector>
 
 #include "backends/checked/open_calls.h"
 #include "backends/checked/protocol.h"
@@ -24,9 +25,12 @@ class Participant {
 
   // A call with its data, to this rank's leader.
   using SayCall = std::function<void(const Payload& words)>;
+  // Hears at once of ranks that are gone, but for those that have left in good order.
+  using Lose = std::function<void(const std::vector<int>& ranks)>;
 
-  // `roster` and `calls` outlive this.
-  Participant(const Roster& roster, OpenCalls& calls, Say say, SayCall say_call, Wake wake);
+  // `roster` and `calls` outlive this. `lose` may be empty.
+  Participant(const Roster& roster, OpenCalls& calls, Say say, SayCall say_call, Wake wake,
+              Lose lose);
 
   // What rank 0 says. Throws std::runtime_error where that makes no sense.
   void obey(uint32_t kind, Payload& words);
@@ -44,6 +48,8 @@ class Participant {
   static OpenCalls::News broken(uint64_t seq, const std::string& why);
 
  private:
+  void finish(End end);
+  void lose_everybody();
   bool is_root_stopped() const;
 
   const Roster& roster_;
@@ -51,6 +57,7 @@ class Participant {
   const Say say_;
   const SayCall say_call_;
   const Wake wake_;
+  const Lose lose_;
   bool root_left_ = false;
 };
 

@@ -67,6 +67,31 @@ void HierarchicalBackend::shutdown() {
   }
 }
 
+HierarchicalBackend::TellLosses HierarchicalBackend::losses() const {
+  const auto of = [](const hierarchical::Part& part) {
+    const auto* inner = dynamic_cast<const InnerBackend*>(part.backend().get());
+    return inner != nullptr ? inner->losses() : TellLosses();
+  };
+  TellLosses all = of(parts_->flat), rail = of(parts_->rail);
+  if (!all && !rail) {
+    return {};
+  }
+  return [all, rail, hosts = parts_->hosts](const std::vector<int>& ranks) {
+    if (all) {
+      all(ranks);
+    }
+    std::vector<int> on_rail;
+    for (const int rank : ranks) {
+      if (hosts.is_on_rail(rank)) {
+        on_rail.push_back(hosts.host_of(rank));
+      }
+    }
+    if (rail && !on_rail.empty()) {
+      rail(on_rail);
+    }
+  };
+}
+
 // --- Calls ---------------------------------------------------------------------------------------
 
 void HierarchicalBackend::start(const InnerWork& work, InnerCollective collective) {

@@ -38,6 +38,7 @@ class HierarchicalBackend final : public InnerBackend {
   void setTimeout(Milliseconds timeout) override;
   void abort() override;
   void shutdown() override;
+  TellLosses losses() const override;
 
   const std::vector<std::vector<int>>& hosts() const {
     return parts_->hosts.ranks();

@@ -95,6 +95,10 @@ class Hosts {
   bool is_leader() const {
     return place_ == 0;
   }
+  // Whether this rank's rail, if it is on one, goes by it.
+  bool is_on_rail(int rank) const {
+    return place_of(rank) == (is_even_ ? place_ : 0);
+  }
   // All hosts have as many ranks.
   bool is_even() const {
     return is_even_;

@@ -63,8 +63,16 @@ MpiBackend::MpiBackend(int rank, int size, const std::string& group_name, mpi::C
   init();
 }
 
+MpiBackend::~MpiBackend() {
+  mpi::abandon(comms_->owner(), 0, "the group was destroyed");
+}
+
 void MpiBackend::abort() {
   mpi::abandon(comms_->owner(), 0, "the group was aborted");
+}
+
+MpiBackend::TellLosses MpiBackend::losses() const {
+  return [losses = comms_->losses()](const std::vector<int>& ranks) { losses->add(ranks); };
 }
 
 const Capabilities& MpiBackend::capabilities() const {
@@ -103,17 +111,12 @@ MpiBackend::WorkPtr MpiBackend::start_message(const Message& message) {
   work->number(number);
   comms_->call(
       work,
-      [t = message.tensor, sends = message.sends, peer = static_cast<int>(message.peer),
-       tag = static_cast<int>(message.tag), comm = comms_->messages(),
-       largest = comms_->largest()](Library& library, auto& requests) {
-        if (t.nbytes() == 0) {
-          requests.push_back(sends ? library.send(nullptr, 0, peer, tag, comm)
-                                   : library.receive(nullptr, 0, peer, tag, comm));
-          return;
-        }
-        mpi::start_parts(library, requests, sends, static_cast<std::byte*>(t.mutable_data_ptr()),
-                         static_cast<int64_t>(t.nbytes()), peer, tag, comm, largest);
-      },
+      {[t = message.tensor, sends = message.sends, peer = static_cast<int>(message.peer),
+        tag = static_cast<int>(message.tag),
+        channel = comms_->messages()](Library& library, auto& requests) {
+        channel.add(library, requests, sends, static_cast<std::byte*>(t.mutable_data_ptr()),
+                    static_cast<int64_t>(t.nbytes()), peer, tag);
+      }},
       [work] { work->end({}); }, number);
   return work;
 }

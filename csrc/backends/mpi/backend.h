@@ -31,6 +31,7 @@ class MpiBackend final : public InnerBackend {
                                                 const std::string& group_name,
                                                 const GlobalRanks& global_ranks, int largest);
   MpiBackend(int rank, int size, const std::string& group_name, mpi::CommsPtr comms);
+  ~MpiBackend() override;
 
   const Capabilities& capabilities() const override;
   // What moves the data of mpi::kPublicName.
@@ -41,6 +42,7 @@ class MpiBackend final : public InnerBackend {
   void setTimeout(Milliseconds /*timeout*/) override {}  // who decorates it has one
   void abort() override;
   void shutdown() override {}
+  TellLosses losses() const override;
 
   class MpiWork;
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// Collectives of mpi, as calls of the library.
+// Collectives of mpi, as messages of the library.
 
 #include <ATen/core/Tensor.h>
 
@@ -14,8 +14,8 @@ namespace c10d_ext::mpi {
 using CommsPtr = std::shared_ptr<const Communicators>;
 
 // Each starts and returns; `work` is ended once it is over, or has failed.
-using Collective = void(const CommsPtr& comms, const WorkPtr& work, const InnerCollective& what);
-extern const InnerTable<Collective> kCollectives;
+using Begin = void(const CommsPtr& comms, const WorkPtr& work, const InnerCollective& what);
+extern const InnerTable<Begin> kCollectives;
 
 // Of a sparse tensor, which becomes the sum.
 void all_reduce_sparse(const CommsPtr& comms, const WorkPtr& work, const at::Tensor& tensor);

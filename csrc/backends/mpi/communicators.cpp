@@ -61,7 +61,8 @@ Communicators::Communicators(Group place, Comm collectives, Comm messages, int t
       owner_([] {
         static std::atomic<uint64_t> last{0};
         return ++last;
-      }()) {}
+      }()),
+      losses_(std::make_shared<Losses>(static_cast<int>(place_.size()))) {}
 
 Communicators::~Communicators() {
   abandon(owner_, 0, "the group was destroyed");
@@ -71,12 +72,14 @@ Communicators::~Communicators() {
   }
   try {
     // By MPI's rules collective, but no library waits for others in it.
-    engine.submit({[comms = std::array{collectives_, messages_}](Library& library, auto&) {
+    engine.submit({{[comms = std::array{collectives_, messages_}](Library& library, auto&) {
                      for (const auto& comm : comms) {
                        library.free(comm);
                      }
-                   },
-                   [](const std::exception_ptr&) {}, owner_, 0});
+                   }},
+                   [](const std::exception_ptr&) {},
+                   owner_,
+                   0});
   } catch (const MpiError&) {
     // Of a process that has forked, or ends.
   }
@@ -139,7 +142,8 @@ std::shared_ptr<const Communicators> Communicators::connect(
   return {};
 }
 
-void Communicators::call(const WorkPtr& work, Start start, Over over, uint64_t number) const {
+void Communicators::call(const WorkPtr& work, std::vector<Step> steps, Over over,
+                         uint64_t number) const {
   auto end = [work, over = std::move(over)](std::exception_ptr error) {
     if (!error) {
       try {
@@ -158,19 +162,24 @@ void Communicators::call(const WorkPtr& work, Start start, Over over, uint64_t n
     work->end(error);
   };
   try {
-    Engine::of_this_process().submit({std::move(start), std::move(end), owner_, number});
+    Engine::of_this_process().submit({std::move(steps), std::move(end), owner_, number, losses_});
   } catch (const MpiError& refused) {
     C10_THROW_ERROR(DistBackendError, c10::str("mpi: ", refused.what(), ' ', where(place_)));
   }
 }
 
-void start_parts(Library& library, std::vector<Request>& requests, bool sends, std::byte* data,
-                 int64_t bytes, int peer, int tag, Comm comm, int largest) {
-  for (int64_t offset = 0; offset < bytes; offset += largest) {
+void Channel::add(Library& library, Requests& requests, bool sends, std::byte* data, int64_t bytes,
+                  int peer, int tag) const {
+  if (sends && losses->has(peer)) {
+    throw MpiError("the rank that is sent to must live, got one that is gone");
+  }
+  int64_t offset = 0;
+  do {
     const auto size = static_cast<int>(std::min<int64_t>(largest, bytes - offset));
     requests.push_back(sends ? library.send(data + offset, size, peer, tag, comm)
                              : library.receive(data + offset, size, peer, tag, comm));
-  }
+    offset += size;
+  } while (offset < bytes);
 }
 
 }  // namespace c10d_ext::mpi

@@ -4,6 +4,7 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -24,8 +25,20 @@ namespace c10d_ext::mpi {
 inline constexpr char kPublicName[] = "mpi";
 
 using WorkPtr = c10::intrusive_ptr<SignalledWork>;
-using Start = std::function<void(Library&, std::vector<Request>&)>;
+using Requests = std::vector<Request>;
 using Over = std::function<void()>;
+
+// One of a group's communicators, as steps use it, which may outlive the group.
+struct Channel {
+  // One end of a message: a request for each of its parts. Throws an MpiError where it goes to a
+  // rank that is gone.
+  void add(Library& library, Requests& requests, bool sends, std::byte* data, int64_t bytes,
+           int peer, int tag) const;
+
+  Comm comm;
+  int largest = 0;
+  std::shared_ptr<const Losses> losses;
+};
 
 // The communicators of a group, freed with it: a message is never taken for a part of a collective.
 // A collective of several calls holds them until its last one.
@@ -48,39 +61,44 @@ class Communicators {
   int size() const {
     return static_cast<int>(place_.size());
   }
-  Comm collectives() const {
-    return collectives_;
+  Channel collectives() const {
+    return {collectives_, largest_, losses_};
   }
-  Comm messages() const {
-    return messages_;
+  Channel messages() const {
+    return {messages_, largest_, losses_};
   }
   // Of messages.
   int tag_limit() const {
     return tag_limit_;
-  }
-  int largest() const {
-    return largest_;
   }
   // Whose calls they are to the engine.
   uint64_t owner() const {
     return owner_;
   }
 
-  // Starts it; `over` once it is, on a thread that may block. An error ends the work.
-  void call(const WorkPtr& work, Start start, Over over, uint64_t number = 0) const;
+  // Of the ranks of this group, for who knows them.
+  const std::shared_ptr<Losses>& losses() const {
+    return losses_;
+  }
+  // For the messages of one collective, of those that all ranks begin in the same order.
+  int next_tag() const {
+    return static_cast<int>(collective_count_++ % (static_cast<uint64_t>(tag_limit_) + 1));
+  }
+
+  // Begins the steps, one after the other; `over` once they are, on a thread that may block. An
+  // error ends the work.
+  void call(const WorkPtr& work, std::vector<Step> steps, Over over, uint64_t number = 0) const;
 
  private:
   const Group place_;  // for texts
   const Comm collectives_, messages_;
   const int tag_limit_, largest_;
   const uint64_t owner_;
+  const std::shared_ptr<Losses> losses_;
+  mutable std::atomic<uint64_t> collective_count_{0};
 };
 
 // Gives up a call of that owner, or with number 0 all of them.
 void abandon(uint64_t owner, uint64_t number, std::string why);
-
-// Adds the requests of so many bytes to or from one rank.
-void start_parts(Library& library, std::vector<Request>& requests, bool sends, std::byte* data,
-                 int64_t bytes, int peer, int tag, Comm comm, int largest);
 
 }  // namespace c10d_ext::mpi

@@ -59,6 +59,10 @@ class Pace {
 // A question that takes longer has moved something.
 constexpr microseconds kMoved{5};
 
+// What a rank that is gone has sent is given so long to arrive, and so many questions.
+constexpr Milliseconds kLastData{20};
+constexpr int kLastLooks = 20;
+
 template <class IsOver>
 bool wait_for(std::condition_variable& changed, std::unique_lock<std::mutex>& lock,
               Milliseconds timeout, const Engine::Interrupt& interrupt, const IsOver& is_over) {
@@ -162,8 +166,31 @@ class Engine::State {
   enum class Phase : uint8_t { New, Starting, Failed, Open, Closing, Finalized };
 
   struct Active {
+    // Begins what is next, as long as nothing is under way.
+    void go_on(Library& library) {
+      while (requests.empty() && begun < call.steps.size()) {
+        call.steps[begun++](library, requests);
+      }
+    }
+    // Those to and from ranks that are gone last, for they are asked first.
+    void put_lost_last() {
+      std::stable_partition(requests.begin(), requests.end(), [this](const auto& request) {
+        return !call.losses->has(request.peer);
+      });
+    }
+    bool has_losses() const {
+      return call.losses != nullptr && call.losses->since() <= Clock::now();
+    }
+    // Of the last request, which is not over.
+    bool waits_in_vain() {
+      return has_losses() && call.losses->has(requests.back().peer) && ++looks > kLastLooks &&
+             Clock::now() >= call.losses->since() + kLastData;
+    }
+
     Call call;
-    std::vector<Request> requests;
+    std::vector<Request> requests = {};
+    size_t begun = 0;
+    int looks = 0;
   };
   struct Abandoned {
     uint64_t owner;
@@ -254,10 +281,10 @@ class Engine::State {
   }
 
   void begin(Call call) {
-    Active now{std::move(call), {}};
+    Active now{std::move(call)};
     std::exception_ptr error;
     try {
-      now.call.start(*library_, now.requests);
+      now.go_on(*library_);
     } catch (...) {
       error = std::current_exception();
     }
@@ -272,17 +299,7 @@ class Engine::State {
   bool ask() {
     bool any = false;
     for (auto& now : active_) {
-      std::exception_ptr error;
-      try {
-        while (!now.requests.empty() && library_->test(now.requests.back())) {
-          now.requests.pop_back();
-          any = true;
-        }
-      } catch (...) {
-        // This one is gone; the others may go on.
-        now.requests.pop_back();
-        error = std::current_exception();
-      }
+      const std::exception_ptr error = ask(now, any);
       if (error != nullptr || now.requests.empty()) {
         any = true;
         Active over = std::move(now);
@@ -294,6 +311,34 @@ class Engine::State {
       std::erase_if(active_, [](const Active& now) { return now.call.over == nullptr; });
     }
     return any;
+  }
+
+  std::exception_ptr ask(Active& now, bool& any) {
+    if (now.has_losses()) {
+      now.put_lost_last();
+    }
+    while (!now.requests.empty()) {
+      try {
+        if (!library_->test(now.requests.back())) {
+          break;
+        }
+      } catch (...) {
+        now.requests.pop_back();
+        return std::current_exception();
+      }
+      now.requests.pop_back();
+      any = true;
+      try {
+        now.go_on(*library_);
+      } catch (...) {
+        return std::current_exception();
+      }
+    }
+    return now.requests.empty() || !now.waits_in_vain() ? nullptr : gone();
+  }
+
+  static std::exception_ptr gone() {
+    return std::make_exception_ptr(MpiError("the other rank must live, got one that is gone"));
   }
 
   void end(Active now, const std::exception_ptr& error) {

@@ -11,18 +11,24 @@
 #include <vector>
 
 #include "backends/mpi/library.h"
+#include "backends/mpi/losses.h"
 
 namespace c10d_ext::mpi {
 
+// Starts something, on the engine's thread, and adds its requests.
+using Step = std::function<void(Library& library, std::vector<Request>& requests)>;
+
 // Something that MPI does in the background.
 struct Call {
-  // Starts it on the engine's thread and adds its requests, all of them over before `over`.
-  std::function<void(Library& library, std::vector<Request>& requests)> start;
+  // Each is begun once the requests of the one before it are over.
+  std::vector<Step> steps;
   // Called once, on a thread that may block and may make further calls.
   std::function<void(std::exception_ptr error)> over;
   // Whose it is, and which of the owner's, for abandon().
   uint64_t owner = 0;
   uint64_t number = 0;
+  // Of the ranks that its requests are to or from.
+  std::shared_ptr<const Losses> losses = nullptr;
 };
 
 // MPI of this process, which has one world for as long as it lives. It starts calls and asks for
@@ -48,7 +54,7 @@ class Engine {
 
   void submit(Call call);
   // Nobody asks for the end of this call any more, or of any of the owner's (number 0): its `over`
-  // is told `error`, and what `start` holds is never released, for MPI may still write it.
+  // is told `error`, and what its steps hold is never released, for MPI may still write it.
   void abandon(uint64_t owner, uint64_t number, std::exception_ptr error);
   // Whether calls of this owner are under way, or were given up.
   bool has_calls_of(uint64_t owner) const;

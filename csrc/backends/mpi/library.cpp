@@ -27,20 +27,14 @@ struct Constants {
   Handle world;
   Handle errors_return;
   Handle byte;
-  void* in_place;
   void* status_ignore;
   int tag_ub;
   int thread_multiple;
 };
 
 // MPICH's since 3.1, and what has agreed to be compatible: Intel MPI, MVAPICH. Values of mpi.h.
-const Constants<int> kMpich{0x44000000,
-                            0x54000001,
-                            0x4c00010d,
-                            reinterpret_cast<void*>(intptr_t{-1}),
-                            reinterpret_cast<void*>(intptr_t{1}),
-                            0x64400001,
-                            3};
+const Constants<int> kMpich{
+    0x44000000, 0x54000001, 0x4c00010d, reinterpret_cast<void*>(intptr_t{1}), 0x64400001, 3};
 
 void* handle(uintptr_t value) {
   return reinterpret_cast<void*>(value);
@@ -48,7 +42,7 @@ void* handle(uintptr_t value) {
 
 // MPI 5.0, appendix A: "MPI ABI".
 Constants<void*> standard() {
-  return {handle(0x101), handle(0x143), handle(0x247), handle(1), handle(0), 501, 4096};
+  return {handle(0x101), handle(0x143), handle(0x247), handle(0), 501, 4096};
 }
 
 // Open MPI's handles are addresses of objects of the library.
@@ -63,7 +57,6 @@ Constants<void*> open_mpi(void* library) {
   return {address("ompi_mpi_comm_world"),
           address("ompi_mpi_errors_return"),
           address("ompi_mpi_byte"),
-          handle(1),
           handle(0),
           0,
           3};
@@ -88,8 +81,6 @@ struct Functions {
   int (*Comm_set_errhandler)(H, H);
   int (*Comm_get_attr)(H, int, void*, int*);
   int (*Ibcast)(void*, int, H, int, H, H*);
-  int (*Iallgather)(const void*, int, H, void*, int, H, H, H*);
-  int (*Iallgatherv)(const void*, int, H, void*, const int*, const int*, H, H, H*);
   int (*Ibarrier)(H, H*);
   int (*Isend)(const void*, int, H, int, int, H, H*);
   int (*Irecv)(void*, int, H, int, int, H, H*);
@@ -119,8 +110,6 @@ struct Functions {
     find(Comm_set_errhandler, "MPI_Comm_set_errhandler");
     find(Comm_get_attr, "MPI_Comm_get_attr");
     find(Ibcast, "MPI_Ibcast");
-    find(Iallgather, "MPI_Iallgather");
-    find(Iallgatherv, "MPI_Iallgatherv");
     find(Ibarrier, "MPI_Ibarrier");
     find(Isend, "MPI_Isend");
     find(Irecv, "MPI_Irecv");
@@ -242,39 +231,19 @@ class LibraryOf final : public Library {
   }
 
   Request broadcast(void* data, int bytes, int root, Comm comm) override {
-    return started("MPI_Ibcast", [&](H* request) {
+    return started("MPI_Ibcast", root, [&](H* request) {
       return call_.Ibcast(data, bytes, constants_.byte, root, of(comm.value), request);
     });
   }
 
-  Request all_gather(const void* source, void* out, int bytes, Comm comm) override {
-    return started("MPI_Iallgather", [&](H* request) {
-      return call_.Iallgather(source, bytes, constants_.byte, out, bytes, constants_.byte,
-                              of(comm.value), request);
-    });
-  }
-
-  Request all_gather_uneven(void* data, const std::vector<int>& bytes,
-                            const std::vector<int>& offsets, Comm comm) override {
-    return started("MPI_Iallgatherv", [&](H* request) {
-      return call_.Iallgatherv(constants_.in_place, 0, constants_.byte, data, bytes.data(),
-                               offsets.data(), constants_.byte, of(comm.value), request);
-    });
-  }
-
-  Request barrier(Comm comm) override {
-    return started("MPI_Ibarrier",
-                   [&](H* request) { return call_.Ibarrier(of(comm.value), request); });
-  }
-
   Request send(const void* data, int bytes, int peer, int tag, Comm comm) override {
-    return started("MPI_Isend", [&](H* request) {
+    return started("MPI_Isend", peer, [&](H* request) {
       return call_.Isend(data, bytes, constants_.byte, peer, tag, of(comm.value), request);
     });
   }
 
   Request receive(void* data, int bytes, int peer, int tag, Comm comm) override {
-    return started("MPI_Irecv", [&](H* request) {
+    return started("MPI_Irecv", peer, [&](H* request) {
       return call_.Irecv(data, bytes, constants_.byte, peer, tag, of(comm.value), request);
     });
   }
@@ -300,10 +269,10 @@ class LibraryOf final : public Library {
   }
 
   template <class Start>
-  Request started(const char* name, const Start& start) {
+  Request started(const char* name, int peer, const Start& start) {
     H request{};
     check(start(&request), name);
-    return {as_value(request)};
+    return {as_value(request), peer};
   }
 
   void check(int code, const char* name) {

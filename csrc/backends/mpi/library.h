@@ -25,11 +25,15 @@ struct Comm {
 };
 struct Request {
   uint64_t value = 0;
+  // Of the communicator.
+  int peer = -1;
 };
 
 // The calls of a library that the backend is made of. All of them move bytes: reductions are ours,
-// so that every library gives the same bits. What starts something returns its request, and buffers
-// belong to the library until test() is true.
+// so that every library gives the same bits. So are the steps of collectives: a library's own, once
+// begun, would go on to send to ranks that are gone meanwhile, which ends the process in MPICH
+// (5.0.2, in MPI_Isend by UCX, at a null request). What starts something returns its request, and
+// buffers belong to the library until test() is true.
 // Every method throws an MpiError that names the call and says what the library says. They may be
 // called by several threads once init() has been.
 class Library {
@@ -70,13 +74,8 @@ class Library {
   virtual Comm create_group(const std::vector<int>& ranks, int tag) = 0;
   virtual void free(Comm comm) = 0;
 
-  // In place: `data` holds this rank's values.
+  // For when the ranks begin.
   virtual Request broadcast(void* data, int bytes, int root, Comm comm) = 0;
-  virtual Request all_gather(const void* source, void* out, int bytes, Comm comm) = 0;
-  // In place: this rank's part lies in `data` where it belongs.
-  virtual Request all_gather_uneven(void* data, const std::vector<int>& bytes,
-                                    const std::vector<int>& offsets, Comm comm) = 0;
-  virtual Request barrier(Comm comm) = 0;
   virtual Request send(const void* data, int bytes, int peer, int tag, Comm comm) = 0;
   virtual Request receive(void* data, int bytes, int peer, int tag, Comm comm) = 0;
 

@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -90,6 +91,13 @@ class InnerBackend : public c10d::Backend, public DescribedBackend {
 
   // Those of the methods above, which end with a future.
   const Capabilities& capabilities() const override;
+
+  // To be called with ranks that are gone, as soon as that is known, from any thread and for as
+  // long as anybody likes; none where the backend finds it out itself.
+  using TellLosses = std::function<void(const std::vector<int>& ranks)>;
+  virtual TellLosses losses() const {
+    return {};
+  }
 
   // What profilers and reports call it.
   const std::string& title() const {
