@@ -115,6 +115,10 @@ class Hosts:
         """Undoes ``cut``."""
         self._say(f"up {host}")
 
+    def part(self, host: int, other: int) -> None:
+        """Nothing goes from one host to the other any more, nor back."""
+        self._say(f"part {host} {other}")
+
     def lose(self, percent: float) -> None:
         """From now on so many frames are lost."""
         self._say(f"loss {percent}")

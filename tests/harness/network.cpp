@@ -6,7 +6,8 @@
 // makes a TAP device "eth0" in each namespace, says "ready", and forwards until its input ends.
 // RATE_MBIT 0: as fast as it can. A frame is charged as the 1500-byte frames of which it is made,
 // 94 % of whose time on the wire is for data. Commands come as lines: "down 1" and "up 1" cut the
-// cable of the second namespace and mend it, "loss 1.5" changes the loss.
+// cable of the second namespace and mend it, "part 1 2" drops what the second and the third send
+// each other, "loss 1.5" changes the loss.
 
 #include <fcntl.h>
 #include <linux/if.h>
@@ -26,8 +27,10 @@
 #include <cstring>
 #include <queue>
 #include <random>
+#include <set>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -127,6 +130,7 @@ int main(int count, char** words) {
   std::uniform_real_distribution<double> chance(0, 1);
   std::priority_queue<Frame, std::vector<Frame>, std::greater<>> frames;
   uint64_t number = 0;
+  std::set<std::pair<size_t, size_t>> parted;
   std::string commands;
   std::array<char, 65536> buffer;
   for (;;) {
@@ -166,6 +170,11 @@ int main(int count, char** words) {
         line >> what >> value;
         if (what == "loss") {
           loss = value / 100;
+        } else if (what == "part") {
+          size_t other = 0;
+          line >> other;
+          parted.insert({static_cast<size_t>(value), other});
+          parted.insert({other, static_cast<size_t>(value)});
         } else if (static_cast<size_t>(value) < ports.size()) {
           ports[static_cast<size_t>(value)].is_up = what == "up";
         }
@@ -194,7 +203,8 @@ int main(int count, char** words) {
         ports[from].sent = std::max(ports[from].sent, now) + time;
         for (size_t to = 0; to < ports.size(); ++to) {
           const bool is_for_all = (buffer[0] & 1) != 0;
-          if (to == from || (!is_for_all && static_cast<size_t>(buffer[5]) != to)) {
+          if (to == from || parted.count({from, to}) != 0 ||
+              (!is_for_all && static_cast<size_t>(buffer[5]) != to)) {
             continue;
           }
           auto& port = ports[to];

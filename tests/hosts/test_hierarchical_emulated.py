@@ -201,6 +201,25 @@ def test_a_link_that_is_down_is_found_by_the_heartbeat(tmp_path: Path) -> None:
         print(f"link down: known after {max(times):.2f} s")
 
 
+@pytest.mark.parametrize("scenario", ["until_it_fails", "large_until_it_fails"])
+def test_a_link_between_two_hosts_is_down_and_rank_0_reaches_both(
+    scenario: str, tmp_path: Path
+) -> None:
+    """Their leaders find it out, whatever is under way, and say so to rank 0."""
+    with _ranks((0, 0, 1, 1, 2, 2), scenario, tmp_path) as ranks:
+        ranks.await_ready()
+        time.sleep(0.5)  # in the middle of one
+        parted = time.time()
+        ranks.hosts.part(1, 2)
+        times = []
+        for rank in range(6):
+            said = ranks.result(rank)
+            assert said["kind"] == "RankLost" and said["ranks"] == [4], said
+            assert "on host2, unreachable)" in said["text"] or rank >= 4, said
+            times.append(said["at"] - parted)
+        print(f"link down: known after {max(times):.2f} s")
+
+
 def test_a_host_that_is_stopped_is_named_at_the_timeout(tmp_path: Path) -> None:
     with _ranks((0, 0, 1, 1), "until_it_fails", tmp_path, TEST_TIMEOUT="4") as ranks:
         ranks.await_ready()

@@ -464,93 +464,22 @@ void a_leader_that_does_not_pass_on_is_named() {
 
 void leaders_that_lose_each_other_end_the_group() {
   for (const bool ends : {false, true}) {
-    Root root(kThree);
-    root.hear(2, kSevered, Payload().put(4));
-    root.look();
-    CHECK(root.told(kOver).empty());
-    if (ends) {  // of which rank 0 hears a little later
-      (*root).lose({4}, kGone);
+    for (const bool backwards : {false, true}) {  // whoever says so
+      Root root(kThree);
+      root.hear(backwards ? 4 : 2, kSevered, Payload().put(backwards ? 2 : 4));
+      root.look();
+      CHECK(root.told(kOver).empty());
+      if (ends) {  // of which rank 0 hears a little later
+        (*root).lose({4}, kGone);
+      }
+      root.look_later();
+      const End end = root.end();
+      CHECK(end.kind == Kind::RankLost && end.ranks == std::vector<int>{4});
+      CHECK_HAS(end.why, ends ? "on c, gone)" : "on c, unreachable)");
     }
-    root.look_later();
-    const End end = root.end();
-    CHECK(end.kind == Kind::RankLost && end.ranks == std::vector<int>{4});
-    CHECK_HAS(end.why, ends ? "on c, gone)" : "on c, unreachable)");
   }
   Root root(kThree);
   refused([&] { root.hear(2, kSevered, Payload().put(6)); });
-}
-
-// --- What a rank makes of it -------------------------------------------------------------------
-
-// A rank that waits for its first collective when it hears of the end.
-class Waiting {
- public:
-  explicit Waiting(const std::vector<std::string>& machines, bool gives = true)
-      : roster_(roster_of(1, machines)), calls_(roster_, 2s) {
-    auto operation = call_.operation(summed(6), "mine");
-    OpenCall call{operation.op, std::nullopt, kLong, operation.begin, operation.fail};
-    call.receive = gives ? operation.receive : nullptr;
-    calls_.enter(kCalling, {}, std::move(call));
-  }
-  OpenCalls& operator*() {
-    return calls_;
-  }
-  Call& call() {
-    return call_;
-  }
-  void settle() {
-    auto [grants, fails] = calls_.take_settled();
-    while (auto next = calls_.next_to_begin()) {
-      next->second(next->first);
-    }
-    for (auto& failed : fails) {
-      failed.call.fail(failed.failure);
-    }
-  }
-
- private:
-  const Roster roster_;
-  OpenCalls calls_;
-  Call call_;
-};
-
-End lost(uint64_t agreed, std::chrono::milliseconds word = 1h) {
-  return {Kind::RankLost, {0}, "rank 0 (gone)", kDataGrace, agreed, word};
-}
-
-void what_rank_0_has_agreed_on_is_done_after_the_end() {
-  const std::vector<std::string> two = {"a", "b"};
-  {
-    Waiting rank(two);
-    (*rank).finish(lost(1));
-    rank.settle();
-    CHECK(!rank.call().has_failed() && !(*rank).is_waiting(1));
-    (*rank).go(1, {"of 0", "mine"});
-    rank.settle();
-    CHECK(rank.call().begun() == 1 && rank.call().received().front() == "of 0");
-    CHECK((*rank).agreed() == 1 && !(*rank).has_abandoned());
-  }
-  {  // the word does not come
-    Waiting rank(two);
-    (*rank).finish(lost(1, 1ms));
-    CHECK(eventually([&] {
-      rank.settle();
-      return rank.call().has_failed();
-    }));
-    CHECK(rank.call().failure().kind == Kind::RankLost && !(*rank).has_abandoned());
-  }
-  const auto fails = [](const std::vector<std::string>& machines, bool gives, uint64_t agreed) {
-    Waiting rank(machines, gives);
-    (*rank).finish(lost(agreed));
-    rank.settle();
-    CHECK(rank.call().has_failed());
-    (*rank).go(1, {"of 0", "mine"});
-    rank.settle();
-    CHECK(!rank.call().has_begun());
-  };
-  fails(two, true, 0);   // not agreed on
-  fails(two, false, 1);  // no leader says it
-  fails({"a", "a"}, true, 1);
 }
 
 const std::vector<Test> kTests = {
@@ -569,7 +498,6 @@ const std::vector<Test> kTests = {
     TEST(a_call_that_a_leader_has_agreed_on_is_waited_for),
     TEST(a_leader_that_does_not_pass_on_is_named),
     TEST(leaders_that_lose_each_other_end_the_group),
-    TEST(what_rank_0_has_agreed_on_is_done_after_the_end),
 };
 
 }  // namespace

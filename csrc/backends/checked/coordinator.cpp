@@ -77,8 +77,9 @@ void Coordinator::hear(int rank, uint32_t kind, Payload& words) {
       if (peer < 0 || peer >= roster_.place().size) {
         throw std::runtime_error("a line to nobody");
       }
-      // It may have ended, of which this one is yet to hear.
-      ask({0, kSevered, "", static_cast<int>(peer)}, {});
+      // It may have ended, of which this one is yet to hear. Else both ends of the link say so, and
+      // the same one is named whoever is first.
+      ask({0, kSevered, "", std::max(rank, static_cast<int>(peer))}, {});
       break;
     }
     case kPong:

@@ -9,6 +9,8 @@ namespace {
 
 // What a rank on another machine has to say that it is there.
 constexpr std::chrono::milliseconds kPatience{300};
+// And for its end to be heard of, where a leader has lost its line to it.
+constexpr std::chrono::milliseconds kEndsMeanwhile{150};
 
 }  // namespace
 
@@ -19,9 +21,10 @@ bool Questions::has_end() const {
 
 void Questions::add(Question question) {
   // A rank that is gone makes itself known meanwhile.
-  question.until = question.waits_for_news() ? Clock::now() + kPatience
-                   : question.silent.empty() ? Clock::now()
-                                             : Clock::now() + kPatience;
+  question.until = question.kind == kSevered   ? Clock::now() + kEndsMeanwhile
+                   : question.waits_for_news() ? Clock::now() + kPatience
+                   : question.silent.empty()   ? Clock::now()
+                                               : Clock::now() + kPatience;
   questions_.push_back(std::move(question));
 }
 

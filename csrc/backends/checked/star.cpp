@@ -36,12 +36,11 @@ int milliseconds_until(Clock::time_point time) {
   return static_cast<int>(std::clamp(left, Milliseconds(0), Milliseconds(60'000)).count());
 }
 
-// Which lines of rank 0's star go to ranks of which nothing would be heard when a link is down.
+// Which lines go to ranks of which nothing would be heard when a link is down.
 std::vector<bool> far_ones(const std::vector<Connection>& lines, const Roster& roster) {
   std::vector<bool> is_far(lines.size());
   for (size_t i = 0; i < lines.size(); ++i) {
-    is_far[i] = lines[i].is_open() && roster.is_linked(static_cast<int>(i)) &&
-                (i == 0 || roster.place().rank == 0);
+    is_far[i] = lines[i].is_open() && roster.is_linked(static_cast<int>(i));
   }
   return is_far;
 }

@@ -1,0 +1,145 @@
+// What a rank makes of what it hears. Run without arguments it runs every test; with arguments,
+// those named.
+
+#include <chrono>
+#include <functional>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "agreement_ranks.h"
+#include "backends/checked/open_calls.h"
+#include "backends/checked/participant.h"
+#include "program.h"
+
+using namespace c10d_ext;
+using namespace std::chrono_literals;
+using Kind = ErrorKind;
+
+namespace {
+
+Roster roster_of(int rank, const std::vector<std::string>& machines) {
+  std::vector<Member> members;
+  for (const auto& machine : machines) {
+    members.push_back({this_process(), machine, machine, machine});
+  }
+  return {{rank, static_cast<int>(machines.size()), "test"}, std::move(members)};
+}
+
+// A rank that waits for its first collective when it hears of the end.
+class Waiting {
+ public:
+  explicit Waiting(const std::vector<std::string>& machines, bool gives = true)
+      : roster_(roster_of(1, machines)), calls_(roster_, 2s) {
+    auto operation = call_.operation(summed(6), "mine");
+    OpenCall call{operation.op, std::nullopt, kLong, operation.begin, operation.fail};
+    call.receive = gives ? operation.receive : nullptr;
+    calls_.enter(kCalling, {}, std::move(call));
+  }
+  OpenCalls& operator*() {
+    return calls_;
+  }
+  Call& call() {
+    return call_;
+  }
+  void settle() {
+    auto [grants, fails] = calls_.take_settled();
+    while (auto next = calls_.next_to_begin()) {
+      next->second(next->first);
+    }
+    for (auto& failed : fails) {
+      failed.call.fail(failed.failure);
+    }
+  }
+
+ private:
+  const Roster roster_;
+  OpenCalls calls_;
+  Call call_;
+};
+
+End lost(uint64_t agreed, std::chrono::milliseconds word = 1h) {
+  return {Kind::RankLost, {0}, "rank 0 (gone)", kDataGrace, agreed, word};
+}
+
+void what_rank_0_has_agreed_on_is_done_after_the_end() {
+  const std::vector<std::string> two = {"a", "b"};
+  {
+    Waiting rank(two);
+    (*rank).finish(lost(1));
+    rank.settle();
+    CHECK(!rank.call().has_failed() && !(*rank).is_waiting(1));
+    (*rank).go(1, {"of 0", "mine"});
+    rank.settle();
+    CHECK(rank.call().begun() == 1 && rank.call().received().front() == "of 0");
+    CHECK((*rank).agreed() == 1 && !(*rank).has_abandoned());
+  }
+  {  // the word does not come
+    Waiting rank(two);
+    (*rank).finish(lost(1, 1ms));
+    CHECK(eventually([&] {
+      rank.settle();
+      return rank.call().has_failed();
+    }));
+    CHECK(rank.call().failure().kind == Kind::RankLost && !(*rank).has_abandoned());
+  }
+  const auto fails = [](const std::vector<std::string>& machines, bool gives, uint64_t agreed) {
+    Waiting rank(machines, gives);
+    (*rank).finish(lost(agreed));
+    rank.settle();
+    CHECK(rank.call().has_failed());
+    (*rank).go(1, {"of 0", "mine"});
+    rank.settle();
+    CHECK(!rank.call().has_begun());
+  };
+  fails(two, true, 0);   // not agreed on
+  fails(two, false, 1);  // no leader says it
+  fails({"a", "a"}, true, 1);
+}
+
+// Whoever moves the data sends nothing more to ranks that are gone, for it could not bear that.
+void lost_ranks_are_told_of_at_once() {
+  const auto told = [](const std::function<void(Participant&)>& happens) {
+    const Roster roster = roster_of(1, {"a", "a", "b"});
+    OpenCalls calls(roster, 2s);
+    std::vector<int> lost;
+    Participant rank(
+        roster, calls, [](Says, const Payload&) {}, [](const Payload&) {}, [] {},
+        [&](const std::vector<int>& ranks) {
+          CHECK(!calls.end());  // before anything fails
+          lost.insert(lost.end(), ranks.begin(), ranks.end());
+        });
+    happens(rank);
+    CHECK(calls.end());
+    return std::set<int>(lost.begin(), lost.end());
+  };
+  const auto over = [&](Kind kind, std::chrono::milliseconds grace) {
+    return told([&](Participant& rank) {
+      Payload words(encoded({kind, {2}, "why", grace}).bytes());
+      rank.obey(kOver, words);
+    });
+  };
+  using Ranks = std::set<int>;
+  CHECK(over(Kind::RankLost, kDataGrace) == Ranks{2});
+  CHECK(over(Kind::RankLost, kUnlimited).empty());  // it has left, and sent what it owes
+  CHECK(over(Kind::Timeout, kDataGrace).empty());
+  // Nobody tells of who ends because of that.
+  CHECK((told([](Participant& rank) { rank.lose_root(kGone); }) == Ranks{0, 2}));
+  CHECK(told([](Participant& rank) {
+          Payload words;
+          rank.obey(kLeaving, words);
+        }).empty());
+}
+
+const std::vector<Test> kTests = {
+    TEST(what_rank_0_has_agreed_on_is_done_after_the_end),
+    TEST(lost_ranks_are_told_of_at_once),
+};
+
+}  // namespace
+
+int main(int count, char** names) {
+  return run_tests(kTests, count, names);
+}
