@@ -212,6 +212,32 @@ def test_large_parts_travel_from_where_they_are(hosts: str) -> None:
         run(len(hosts), _large_parts, count, backend=f"hosts:{hosts}")
 
 
+def _messages_beside_exchanges() -> None:
+    """An all_to_all's own messages are nobody's else, and its tag is refused."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    there, here = (rank + n // 2) % n, (rank + n - n // 2) % n
+    for tag in (0, 2**31 - 2):
+        got = torch.zeros(1000, dtype=torch.int64)
+        works = [dist.irecv(got, here, tag=tag)]
+        exchanged = torch.empty(n * 1000, dtype=torch.int64)
+        exchange = dist.all_to_all_single(
+            exchanged, torch.arange(n).repeat_interleave(1000) + 100 * rank, async_op=True
+        )
+        works += [dist.isend(torch.full((1000,), -rank), there, tag=tag), exchange]
+        for work in works:
+            work.wait()
+        assert (got == -here).all()
+        assert torch.equal(exchanged, (torch.arange(n) * 100).repeat_interleave(1000) + rank)
+    last = 2**31 - 1
+    work = dist.isend(got, there, tag=last) if rank < n // 2 else dist.irecv(got, here, tag=last)
+    with pytest.raises(RuntimeError, match=f"a tag between hosts must be less than {last}, got"):
+        work.wait()
+
+
+def test_messages_beside_exchanges() -> None:
+    run(4, _messages_beside_exchanges, backend="hosts:aabb")
+
+
 def _broadcasts(count: int) -> None:
     """From every rank, in one piece and in parts that go from host to host."""
     n, rank = dist.get_world_size(), dist.get_rank()

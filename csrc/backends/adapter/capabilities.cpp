@@ -27,6 +27,7 @@ const std::map<std::string, Capabilities>& known() {
     gloo.futures = Futures::Always;
     gloo.reduces_avg = true;
     gloo.keeps_inputs = true;
+    gloo.has_every_tag = true;
     gloo.has_blocking_messages = true;
 
     Capabilities nccl;

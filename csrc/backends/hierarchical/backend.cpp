@@ -123,6 +123,10 @@ WorkPtr HierarchicalBackend::start_message(const Message& message) {
   c10d::Backend& backend = is_here ? *parts_->local.backend() : *engine();
   const int there = is_here ? parts_->hosts.place_of(peer) : peer;
   const auto tag = static_cast<int>(message.tag);
+  C10D_EXT_CHECK_VALUE(is_here || !parts_->flat.has_own_tag() || tag != hierarchical::kOwnTag,
+                       name_of(message.sends ? OpType::Send : OpType::Recv), group_,
+                       "a tag between hosts must be less than ", hierarchical::kOwnTag, ", got ",
+                       message.tag);
   Tensors tensors{message.tensor};
   return message.sends ? backend.send(tensors, there, tag) : backend.recv(tensors, there, tag);
 }

@@ -373,61 +373,98 @@ void reduce_scatter(const Parts& parts, const InnerCollective& what) {
   }
 }
 
-// What of a tensor is for the ranks of this host, or from them, and what is the others'.
+// What of a tensor is for each rank, or from it.
 struct Sides {
-  Sides(const Hosts& hosts, const at::Tensor& whole, const Sizes& sizes) : there(sizes) {
-    int64_t at = 0, end = -1, count = 0;
-    bool is_one = true;  // the others' parts lie next to each other
-    for (size_t rank = 0; rank < sizes.size(); ++rank) {
-      const at::Tensor part = whole.narrow(0, at, sizes[rank]);
-      if (hosts.is_here(static_cast<int>(rank))) {
-        here.push_back(part);
-        there[rank] = 0;
-      } else if (sizes[rank] != 0) {
-        is_one = is_one && (end < 0 || end == at);
-        end = at + sizes[rank];
-        count += sizes[rank];
-        parts.push_back(part);
-      }
-      at += sizes[rank];
+  Sides(const Hosts& hosts, const at::Tensor& whole, const Sizes& sizes)
+      : all(flat(whole).split_with_sizes(sizes)), there(sizes) {
+    for (const int rank : hosts.ranks_here()) {
+      here.push_back(all[static_cast<size_t>(rank)]);
+      there[static_cast<size_t>(rank)] = 0;
     }
-    is_copy = !is_one;
-    far = is_copy ? at::empty({count}, whole.options())
-                  : whole.narrow(0, std::max<int64_t>(end, 0) - count, count);
   }
 
-  // Calls `copy(part, place)` with each part of the others and its place in a copy of them.
+  Tensors all, here;
+  Sizes there;  // of the other hosts' ranks
+};
+
+// The other hosts' parts one after the other: where they are, or a copy.
+struct InOne {
+  InOne(const at::Tensor& whole, const Sides& sides) {
+    int64_t at = 0, end = -1, count = 0;
+    for (size_t rank = 0; rank < sides.all.size(); ++rank) {
+      if (const int64_t size = sides.there[rank]; size != 0) {
+        parts.push_back(sides.all[rank]);
+        is_copy = is_copy || (end >= 0 && end != at);
+        end = at + size;
+        count += size;
+      }
+      at += sides.all[rank].numel();
+    }
+    data = is_copy ? at::empty({count}, whole.options())
+                   : flat(whole).narrow(0, std::max<int64_t>(end, 0) - count, count);
+  }
+
+  // Calls `copy(part, place)` with each part and its place in a copy.
   template <class Copy>
   void each_copied(Copy&& copy) const {
     int64_t at = 0;
     for (size_t i = 0; is_copy && i < parts.size(); ++i) {
-      copy(parts[i], far.narrow(0, at, parts[i].numel()));
+      copy(parts[i], data.narrow(0, at, parts[i].numel()));
       at += parts[i].numel();
     }
   }
 
-  Tensors here;
-  Sizes there;
-  at::Tensor far;
+  at::Tensor data;
   Tensors parts;
   bool is_copy = false;
 };
 
-// What stays here goes by shared memory, and the rest by the engine between hosts.
-void all_to_all(const Parts& parts, const InnerCollective& what) {
-  constexpr string_view op = "all_to_all";
-  const Sides from(parts.hosts, flat(what.source), what.sent);
-  const Sides to(parts.hosts, flat(what.out), what.received);
-  from.each_copied([](const at::Tensor& part, const at::Tensor& place) { place.copy_(part); });
-  Step far =
-      parts.flat.start(CollectiveRequest::all_to_all(op, from.far, to.far, to.there, from.there));
+void all_to_all_here(const Parts& parts, const Sides& from, const Sides& to) {
   if (parts.local.is_there()) {
-    parts.local.start(CollectiveRequest::all_to_all_parts(op, from.here, to.here)).wait();
+    parts.local.start(CollectiveRequest::all_to_all_parts("all_to_all", from.here, to.here)).wait();
   } else {
     to.here.front().copy_(from.here.front());
   }
+}
+
+// Messages go from where the parts are to where they belong. Nobody is everybody's first.
+std::vector<Step> send_there(const Parts& parts, const Sides& from, const Sides& to) {
+  const auto ranks = static_cast<int>(parts.size);
+  const int own = parts.hosts.ranks_here()[static_cast<size_t>(parts.hosts.place())];
+  std::vector<Step> steps;
+  for (const bool sends : {false, true}) {
+    const Sides& side = sends ? from : to;
+    for (int apart = 1; apart < ranks; ++apart) {
+      const int peer = (sends ? own + apart : own + ranks - apart) % ranks;
+      const auto at = static_cast<size_t>(peer);
+      if (side.there[at] != 0) {
+        steps.push_back(sends ? parts.flat.send(side.all[at], peer, kOwnTag)
+                              : parts.flat.recv(side.all[at], peer, kOwnTag));
+      }
+    }
+  }
+  return steps;
+}
+
+// What stays here goes by shared memory, and the rest by the engine between hosts.
+void all_to_all(const Parts& parts, const InnerCollective& what) {
+  const Sides from(parts.hosts, what.source, what.sent);
+  const Sides to(parts.hosts, what.out, what.received);
+  if (parts.flat.has_own_tag()) {
+    auto steps = send_there(parts, from, to);
+    all_to_all_here(parts, from, to);
+    for (auto& step : steps) {
+      step.wait();
+    }
+    return;
+  }
+  const InOne sent(what.source, from), received(what.out, to);
+  sent.each_copied([](const at::Tensor& part, const at::Tensor& place) { place.copy_(part); });
+  Step far = parts.flat.start(
+      CollectiveRequest::all_to_all("all_to_all", sent.data, received.data, to.there, from.there));
+  all_to_all_here(parts, from, to);
   far.wait();
-  to.each_copied([](const at::Tensor& part, const at::Tensor& place) { part.copy_(place); });
+  received.each_copied([](const at::Tensor& part, const at::Tensor& place) { part.copy_(place); });
 }
 
 void barrier(const Parts& parts, const InnerCollective& /*what*/) {

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -18,6 +19,10 @@ class RequestBackend;
 }
 
 namespace c10d_ext::hierarchical {
+
+// Of messages that are parts of collectives, over the backend of all ranks, which users' messages
+// go over, too.
+constexpr int kOwnTag = std::numeric_limits<int>::max();
 
 // Something that was begun, and waits.
 class Step {
@@ -53,6 +58,10 @@ class Part {
   Step recv(const at::Tensor& t, int peer, int tag) const;
   bool has_messages() const {
     return can_.methods.has(Method::Send) && can_.methods.has(Method::Recv);
+  }
+  // Whether kOwnTag is one of its tags, which no message of users has.
+  bool has_own_tag() const {
+    return has_messages() && can_.has_every_tag;
   }
 
  private:
