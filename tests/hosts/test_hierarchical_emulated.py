@@ -150,7 +150,7 @@ def test_a_rank_killed_in_a_large_all_reduce(
     victim: int, engine: str, flat: bool, tmp_path: Path
 ) -> None:
     """Others have more to send to it, which with MPICH would end them, and ranks wait for those."""
-    settings = {"TORCH_C10D_EXT_SHM_BETWEEN_HOSTS": engine}
+    settings = {"TORCH_C10D_EXT_SHM_BETWEEN_HOSTS": engine, "TEST_LINGER": "2"}
     if flat:
         settings["TORCH_C10D_EXT_SHM_DISABLE"] = "1"
     with _ranks((0, 0, 1, 1), "large_until_it_fails", tmp_path, 0, **settings) as ranks:

@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <functional>
+#include <map>
 #include <optional>
 #include <set>
 #include <string>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "agreement_ranks.h"
+#include "backends/checked/last_words.h"
 #include "backends/checked/open_calls.h"
 #include "backends/checked/participant.h"
 #include "program.h"
@@ -133,9 +135,49 @@ void lost_ranks_are_told_of_at_once() {
         }).empty());
 }
 
+// Rank 0 would have told; without it, those whose part breaks off do.
+void what_is_broken_is_told_where_rank_0_is_lost() {
+  struct Rank {
+    explicit Rank(int rank)
+        : roster(roster_of(rank, {"a", "a", "b", "b", "b", "c"})),
+          words(
+              roster, [this](int to, const Payload& seq) { said[to].push_back(seq.bytes()); },
+              [this](uint64_t seq) { doomed.push_back(seq); }) {}
+    const Roster roster;
+    std::map<int, std::vector<std::string>> said;
+    std::vector<uint64_t> doomed;
+    LastWords words;
+  };
+  const auto seven = std::vector{Payload().put(7).bytes()};
+  using Said = std::map<int, std::vector<std::string>>;
+  const std::vector<Said> expected{
+      {},                                    // rank 0's own words are a coordinator's
+      {},                                    // its leader was rank 0
+      {{3, seven}, {4, seven}, {5, seven}},  // a leader
+      {{2, seven}},
+      {{2, seven}},
+      {{2, seven}},
+  };
+  for (int rank = 1; rank < 6; ++rank) {
+    for (const bool before : {false, true}) {
+      Rank one(rank);
+      if (before) {
+        one.words.add(7);
+        CHECK(one.said.empty() && one.doomed.empty());
+      }
+      one.words.lose_root();
+      one.words.add(7);
+      one.words.add(7);  // as somebody else says it, too
+      CHECK(one.said == expected[static_cast<size_t>(rank)]);
+      CHECK(one.doomed == std::vector<uint64_t>{7});
+    }
+  }
+}
+
 const std::vector<Test> kTests = {
     TEST(what_rank_0_has_agreed_on_is_done_after_the_end),
     TEST(lost_ranks_are_told_of_at_once),
+    TEST(what_is_broken_is_told_where_rank_0_is_lost),
 };
 
 }  // namespace

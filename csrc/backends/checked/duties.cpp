@@ -16,7 +16,10 @@ Duties::Duties(const Roster& roster, OpenCalls& calls, std::vector<Connection> l
       participant_(
           roster, calls, [this](Says kind, Payload words) { say(kind, std::move(words)); },
           [this](const Payload& words) { say_call(words); }, [this] { star_.wake(); },
-          std::move(lose)) {
+          std::move(lose)),
+      last_words_(
+          roster, [this](int other, const Payload& words) { star_.say(other, kDoomed, words); },
+          [this](uint64_t seq) { calls_.doom(seq); }) {
   const auto tell_it = [this](int rank, Says kind, const Payload& words) {
     tell(rank, kind, words);
   };
@@ -108,6 +111,8 @@ void Duties::obey(uint32_t kind, Payload& words) {
 void Duties::hear_beside_the_star(int rank, uint32_t kind, Payload& words) {
   if (kind == kLeaving) {
     left_.insert(rank);
+  } else if (kind == kDoomed) {
+    last_words_.add(static_cast<uint64_t>(words.number()));
   } else if (relay_ && kind == kCalling) {
     relay_->hear_call(rank, words);
   } else if (!relay_ && kind == kGo) {
@@ -125,6 +130,7 @@ void Duties::lose(const std::vector<int>& ranks, const std::string& how) {
   for (const int rank : ranks) {
     if (rank == 0) {
       participant_.lose_root(how);
+      last_words_.lose_root();
     } else if (left_.count(rank) == 0) {
       say(kSevered, Payload().put(rank));
     }
@@ -132,6 +138,10 @@ void Duties::lose(const std::vector<int>& ranks, const std::string& how) {
 }
 
 void Duties::say(Says kind, Payload words) {
+  if (!coordinator_ && kind == kBroken) {
+    Payload told = words;
+    last_words_.add(static_cast<uint64_t>(told.number()));
+  }
   coordinator_ ? coordinator_->hear(0, kind, words) : star_.say(0, kind, words);
 }
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "backends/checked/coordinator.h"
+#include "backends/checked/last_words.h"
 #include "backends/checked/open_calls.h"
 #include "backends/checked/participant.h"
 #include "backends/checked/relay.h"
@@ -73,6 +74,7 @@ class Duties final : private Star::Listener {
   Participant participant_;
   std::optional<Coordinator> coordinator_;  // rank 0's
   std::optional<Relay> relay_;              // a leader's
+  LastWords last_words_;                    // of any other rank
   std::set<int> left_;                      // of those to whom there is a line beside the star
   bool helped_ = false;
 };

@@ -32,6 +32,7 @@
 //                                      <- Go, with all data,
 //                                         once all have called
 //   a leader, to rank 0: Severed: which leader it cannot hear any more
+//   where rank 0 is lost, ranks to their leaders, and those to each other and to theirs: Doomed
 
 #include <chrono>
 #include <cstddef>
