@@ -33,6 +33,7 @@ from tests.contract import FUNCTIONAL, INPLACE, verify
 from tests.harness import pool, run
 from tests.harness.crew import crew
 from tests.harness.script import torchrun
+from tests.native import build
 from torch_c10d_ext import _C, _mpi, functional
 
 CPU = torch.device("cpu")
@@ -235,11 +236,40 @@ def test_what_is_too_long_for_one_message_travels_in_parts(size: int) -> None:
     run(size, _in_parts, backend=MPI)
 
 
-@pytest.mark.parametrize("count", (101, 5_003, 100_003))
+@pytest.mark.parametrize("count", (101, 5_003, 20_003, 100_003))
 @pytest.mark.parametrize("size", (3, 5))
 def test_steps_of_collectives_by_size(size: int, count: int) -> None:
-    """Along a tree, around a ring with five ranks, or from each rank to each."""
+    """Along a tree or a chain, around a ring, in shares that ranks pass on, from each to each."""
     run(size, _every_collective, count, backend=MPI)
+
+
+_FAKE_UCX = """
+extern "C" void* ucp_tag_send_nbx(void*, const void*, unsigned long count, unsigned long,
+                                  const void*) {
+  return reinterpret_cast<void*>(count == 0 ? -25L : 0x1000L);
+}
+"""
+_FAKE_MPI = """
+extern "C" void* ucp_tag_send_nbx(void*, const void*, unsigned long, unsigned long, const void*);
+extern "C" long test_send(unsigned long count) {
+  return reinterpret_cast<long>(ucp_tag_send_nbx(nullptr, nullptr, count, 0, nullptr));
+}
+"""
+
+
+@pytest.mark.parametrize("flags", [[], ["-Wl,-z,relro,-z,now", "-fno-plt"]], ids=["plt", "relro"])
+def test_a_send_that_ucx_refuses_does_not_end_the_process(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MPICH writes to a null request then."""
+    for name, text, more in (("ucx", _FAKE_UCX, []), ("mpi", _FAKE_MPI, ["-L.", "-lucx"])):
+        (tmp_path / f"{name}.cpp").write_text(text)
+        command = ["c++", "-shared", "-fPIC", "-O1", *flags, f"{name}.cpp", "-o", f"lib{name}.so"]
+        rpath = f"-Wl,-rpath,{tmp_path}"
+        subprocess.run([*command, *more, rpath], cwd=tmp_path, check=True, timeout=60)
+    monkeypatch.setenv("C10D_EXT_FAKE_MPI", str(tmp_path / "libmpi.so"))
+    output = build.run(build.build("ucx_sends_test", ["ucx_sends"]))
+    assert output.endswith("tests passed\n"), output
 
 
 def _refuses_a_tag() -> None:

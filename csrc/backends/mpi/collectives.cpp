@@ -27,10 +27,14 @@ using Sizes = std::vector<int64_t>;
 // Up to so many bytes of all ranks together, each rank gathers and reduces all of them itself: one
 // step instead of two.
 constexpr int64_t kSmall = int64_t{32} << 10;
-// With more, and more than a few ranks, what everybody is to have goes around a ring.
+// With more, what everybody is to have goes around a ring: ranks next to each other may be on one
+// host, whose link that takes once.
 constexpr int64_t kRing = int64_t{512} << 10;
-// Up to so many bytes are broadcast along a tree; of more, everybody is sent a share first.
+// Up to so many bytes are broadcast along a tree. More go from rank to rank in parts, or, where so
+// few parts would wait for so many ranks, in shares that the ranks pass on.
 constexpr int64_t kTree = int64_t{64} << 10;
+constexpr int64_t kChainPart = int64_t{256} << 10;
+constexpr int64_t kChainParts = 32;
 // Elements that are reduced before the next ones, while they are in the cache.
 constexpr int64_t kBlock = int64_t{1} << 14;
 
@@ -182,9 +186,7 @@ std::vector<Step> around_the_ring(const Collective& group, const at::Tensor& all
 
 // Each rank's `sizes` bytes of `all`, of which it has its own, to everyone.
 void share(const Collective& group, const at::Tensor& all, const Sizes& sizes, Over over) {
-  // Ranks next to each other may be on one host, whose link a ring takes once.
-  constexpr size_t kFew = 4;
-  if (group.ranks() > kFew && c10::sum_integers(sizes) > kRing) {
+  if (group.ranks() > 2 && c10::sum_integers(sizes) > kRing) {
     group.begin(around_the_ring(group, all, sizes), std::move(over));
     return;
   }
@@ -243,12 +245,46 @@ std::vector<Step> along_a_tree(const Collective& group, const at::Tensor& t, int
   return steps;
 }
 
+// From the root to the rank behind it and on to the last one: each passes a part on while the next
+// one comes.
+std::vector<Step> along_a_chain(const Collective& group, const at::Tensor& t, int root,
+                                int64_t parts) {
+  const int ranks = group.size(), from_root = (group.rank() - root + ranks) % ranks;
+  const Sizes sizes = shares_of(static_cast<int64_t>(t.nbytes()), parts);
+  const Sizes offsets = offsets_of(sizes);
+  const auto message = [=](bool sends, size_t part, Library& library, Requests& requests) {
+    if (sends && from_root + 1 < ranks) {
+      group.send(library, requests, t, offsets[part], sizes[part], (group.rank() + 1) % ranks);
+    } else if (!sends && from_root != 0) {
+      const int before = (group.rank() + ranks - 1) % ranks;
+      group.receive(library, requests, t, offsets[part], sizes[part], before);
+    }
+  };
+  std::vector<Step> steps;
+  for (size_t part = 0; part <= sizes.size(); ++part) {
+    steps.emplace_back([=, count = sizes.size()](Library& library, Requests& requests) {
+      if (part < count) {
+        message(/*sends=*/false, part, library, requests);
+      }
+      if (part > 0) {
+        message(/*sends=*/true, part - 1, library, requests);
+      }
+    });
+  }
+  return steps;
+}
+
 void broadcast(const CommsPtr& comms, const WorkPtr& work, const InnerCollective& what) {
   const Collective group(comms, work);
   const at::Tensor t = span_of(what.out, 0, what.out.numel());
   const auto bytes = static_cast<int64_t>(t.nbytes());
+  const int64_t parts = std::clamp<int64_t>(bytes / kChainPart, int64_t{1}, kChainParts);
   if (bytes <= kTree || group.ranks() <= 2) {
     group.begin(along_a_tree(group, t, what.root), [group] { group.end(); });
+    return;
+  }
+  if (group.size() - 2 <= parts) {
+    group.begin(along_a_chain(group, t, what.root, parts), [group] { group.end(); });
     return;
   }
   // Each rank is sent a share, and passes that on.

@@ -13,6 +13,8 @@
 #include <type_traits>
 #include <utility>
 
+#include "backends/mpi/ucx_sends.h"
+
 namespace c10d_ext::mpi {
 
 namespace {
@@ -237,9 +239,15 @@ class LibraryOf final : public Library {
   }
 
   Request send(const void* data, int bytes, int peer, int tag, Comm comm) override {
-    return started("MPI_Isend", peer, [&](H* request) {
-      return call_.Isend(data, bytes, constants_.byte, peer, tag, of(comm.value), request);
+    const UcxSend watched;
+    Request request = started("MPI_Isend", peer, [&](H* handle) {
+      return call_.Isend(data, bytes, constants_.byte, peer, tag, of(comm.value), handle);
     });
+    if (watched.is_refused() && test(request)) {
+      throw MpiError(
+          "MPI_Isend: the connection to the other rank must be there, got one that ended");
+    }
+    return request;
   }
 
   Request receive(void* data, int bytes, int peer, int tag, Comm comm) override {
@@ -315,6 +323,7 @@ std::unique_ptr<Library> Library::open(const std::string& path) {
     const char* why = dlerror();
     throw MpiError(why != nullptr ? why : path + ": cannot be opened");
   }
+  watch_ucx_sends(library);
   const std::string file = file_of(library);
   using GetVersion = int (*)(char*, int*);
   const auto get_version = reinterpret_cast<GetVersion>(dlsym(library, "MPI_Get_library_version"));
