@@ -13,6 +13,7 @@ UCX (``_open_mpi.py``; ``tools/get_peers.sh openmpi``). ``bound``: what the link
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import statistics
@@ -37,7 +38,8 @@ SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20)
 GOODPUT = 0.94
 # Up to so many bytes every rail carries all of them (kSmall in hierarchical/collectives.cpp).
 WHOLE = 16 << 10
-# Of the all_reduce from which the model is told what busy processors move.
+# Of the all_reduce from which the model is told what a step takes, and what busy processors move.
+STEPS = 64 << 10
 LARGE = 4 << 20
 # Of one rank, bytes per second by shared memory, while its neighbours do the same.
 INSIDE = 2e9
@@ -121,8 +123,8 @@ def model_of(layout: str, link: dict[str, Any], cases: list[dict[str, Any]]) -> 
     """The topology that the link and the smallest all_reduce say this is.
 
     The rate is that of all hosts at once; what 8 B take beyond one way is the leaders', and a step
-    of a ring what gloo takes for them. What hosts send and receive at most is what they did in an
-    all_reduce of 4 MiB.
+    of a ring what gloo takes for them. A step of ours is a fourth of what an all_reduce of 64 KiB
+    takes beyond that. What hosts send and receive at most is what they did in one of 4 MiB.
     """
     hosts, ranks = LAYOUTS[layout]
     n = hosts * ranks
@@ -130,17 +132,24 @@ def model_of(layout: str, link: dict[str, Any], cases: list[dict[str, Any]]) -> 
     medians = {n: statistics.median(each) for n, each in sums[min(sums)]["times"].items()}
     per_rank = max(0.0, medians["shm+gloo"] - link["latency"]) / (n - 1)
     hop = max(0.0, medians["gloo"] - link["latency"]) / (2 * (n - 1))
-    busy = float("inf")
-    if LARGE in sums:
-        one_way = 2 * (hosts - 1) / hosts * LARGE
-        busy = 2 * one_way / statistics.median(sums[LARGE]["times"]["shm+gloo"])
-    return Topology(
+    model = Topology(
         ranks,
         inside=Link(latency=0.0, bandwidth=INSIDE),
         between=Link(latency=link["latency"], bandwidth=link["together"], hop=hop),
         per_rank=per_rank,
-        host_bandwidth=busy,
     )
+    if STEPS in sums:
+        beyond = _ours(sums[STEPS]) - model.times("all_reduce", n, STEPS)["rails"]
+        model = dataclasses.replace(model, per_step=max(0.0, beyond / 4))
+    if LARGE in sums:
+        one_way = 2 * (hosts - 1) / hosts * LARGE
+        busy = 2 * one_way / (_ours(sums[LARGE]) - 4 * model.per_step)
+        model = dataclasses.replace(model, host_bandwidth=busy)
+    return model
+
+
+def _ours(case: dict[str, Any]) -> float:
+    return statistics.median(case["times"]["shm+gloo"])
 
 
 def _size(case: dict[str, Any]) -> int:

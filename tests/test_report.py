@@ -886,6 +886,23 @@ def test_what_a_host_moves_may_take_longer_than_its_link() -> None:
     assert busy.times("all_reduce", 4, size) == HOSTS.times("all_reduce", 4, size)  # one host
 
 
+def test_steps_take_time_beside_their_data() -> None:
+    slow = dataclasses.replace(HOSTS, per_step=1.0)
+    for op, by_rails, flat in (
+        ("all_reduce", 4, 2),  # inside before and after; between, to be reduced and gathered
+        ("all_gather_into_tensor", 2, 1),
+        ("reduce_scatter_tensor", 2, 1),
+        ("all_to_all_single", 2, 1),
+        ("broadcast", 2, 1),
+    ):
+        before, after = HOSTS.times(op, 8, 1 << 20), slow.times(op, 8, 1 << 20)
+        assert after["rails"] == pytest.approx(before["rails"] + by_rails), op
+        assert after["flat"] == pytest.approx(before["flat"] + flat), op
+    assert slow.times("all_reduce", 8, 8)["whole"] == pytest.approx(3, rel=0.01)
+    little = "piggyback"
+    assert slow.times("all_reduce", 8, 8)[little] == HOSTS.times("all_reduce", 8, 8)[little]
+
+
 def test_large_broadcasts_go_from_host_to_host() -> None:
     def wire(hosts: int, size: int) -> float:
         free = dataclasses.replace(HOSTS, between=Link(0, 1e9))
@@ -905,6 +922,8 @@ def test_topologies_are_checked() -> None:
         Topology(0)
     with pytest.raises(ValueError, match="per_rank must be 0 or more, got -1"):
         Topology(2, per_rank=-1)
+    with pytest.raises(ValueError, match="per_step must be 0 or more, got -1"):
+        Topology(2, per_step=-1)
     with pytest.raises(ValueError, match="algorithm must be 'flat', .* got 'star'"):
         Topology(2, algorithm="star")
 

@@ -41,6 +41,8 @@ class Topology:
         per_rank: seconds that rank 0, or a leader, takes for each other rank of an agreement.
         host_bandwidth: bytes per second that all ranks of a host send and receive together, at
             most: where processors are what they wait for, and not the link.
+        per_step: seconds that a step inside or between takes beside its data, of a collective that
+            does not travel with the calls: between hosts an all_reduce is two.
     """
 
     ranks_per_host: int
@@ -50,10 +52,12 @@ class Topology:
     shared: str = ""
     per_rank: float = 0.0
     host_bandwidth: float = math.inf
+    per_step: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.per_rank >= 0:
-            raise ValueError(f"Topology: per_rank must be 0 or more, got {self.per_rank}")
+        for name in ("per_rank", "per_step"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"Topology: {name} must be 0 or more, got {getattr(self, name)}")
         if not self.host_bandwidth > 0:
             raise ValueError(
                 f"Topology: host_bandwidth must be positive, got {self.host_bandwidth}"
@@ -103,7 +107,9 @@ class Topology:
         else:
             flat = traffic.wire_of_larger(ranks, size)
         agreement = 2 * far.latency + (ranks - 1) * self.per_rank
-        times = {"flat": agreement + self._between(op, ranks, flat, 2 * flat)}
+        between_steps = 2 if traffic.pattern is Pattern.ALL_REDUCE else 1
+        begin = agreement + between_steps * self.per_step
+        times = {"flat": begin + self._between(op, ranks, flat, 2 * flat)}
         data = ranks * traffic.pattern.buffers(ranks, size)[0]
         if traffic.pattern is not Pattern.MESSAGE and data <= _C.usual_piggyback(ranks):
             if hosts <= _C.MOST_LEADERS:
@@ -116,19 +122,21 @@ class Topology:
                 times["piggyback"] = agreement + (ranks - here) * data / far.bandwidth
         if here == 1 or traffic.pattern is Pattern.MESSAGE:
             return times
+        begin += self.per_step
         between = self._between(op, hosts, across, 2 * across)
         inside = near.seconds(op, here, traffic.wire_of_larger(here, size))
         parts = min(max(int(size) // _PART, 1), _PARTS)
         in_parts = max(between, inside) + min(between, inside) / parts
         if traffic.pattern is Pattern.ALL_REDUCE:
-            times["rails"] = agreement + in_parts
-            times["leaders"] = agreement + between + 2 * near.seconds("broadcast", here, size)
+            times["rails"] = begin + self.per_step + in_parts
+            reduced = 2 * near.seconds("broadcast", here, size)
+            times["leaders"] = begin + self.per_step + between + reduced
             whole = self._between(op, hosts, across * here, 2 * across * here)
-            times["whole"] = agreement + inside + whole
+            times["whole"] = begin + inside + whole
         elif traffic.pattern is Pattern.ALL_TO_ALL:
-            times["rails"] = agreement + max(between, inside)
+            times["rails"] = begin + max(between, inside)
         elif traffic.pattern in (Pattern.ALL_GATHER, Pattern.REDUCE_SCATTER):
-            times["rails"] = agreement + in_parts
+            times["rails"] = begin + in_parts
         elif traffic.pattern is Pattern.BROADCAST:
             parts = min(max(int(size) // _CHAIN_PART, 1), _CHAIN_PARTS)
             tree, chain = math.ceil(math.log2(hosts)), 1 + (hosts - 2) / parts
@@ -137,9 +145,9 @@ class Topology:
             # A host on the way takes in everything and passes it on.
             moved = min(hosts - 1, 2) * size
             between = self._between(op, hosts, chain * size, moved)
-            times["rails"] = agreement + between + inside / parts
+            times["rails"] = begin + between + inside / parts
         else:
-            times["rails"] = agreement + between + inside
+            times["rails"] = begin + between + inside
         return times
 
     def _between(self, op: str, members: int, wire: float, moved: float) -> float:
