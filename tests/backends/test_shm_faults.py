@@ -983,6 +983,9 @@ def _be_interrupted(name: str, scratch: Path) -> tuple[Report, float]:
         check_works()
         return failure, value
     check_works()
+    until = time.monotonic() + 10
+    while name == "recv" and x[0] == 1 and time.monotonic() < until:
+        time.sleep(0.01)  # no collective waits for a message
     return failure, (kept.pop().to_dense() if name == "sparse" else x)[0].item()
 
 

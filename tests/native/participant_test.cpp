@@ -6,6 +6,7 @@
 #include <map>
 #include <optional>
 #include <set>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -127,6 +128,21 @@ void lost_ranks_are_told_of_at_once() {
   CHECK(over(Kind::RankLost, kDataGrace) == Ranks{2});
   CHECK(over(Kind::RankLost, kUnlimited).empty());  // it has left, and sent what it owes
   CHECK(over(Kind::Timeout, kDataGrace).empty());
+  for (const int nobody : {-1, 3}) {
+    const Roster roster = roster_of(1, {"a", "a", "b"});
+    OpenCalls calls(roster, 2s);
+    Participant rank(
+        roster, calls, [](Says, const Payload&) {}, [](const Payload&) {}, [] {},
+        [](const std::vector<int>&) { CHECK(false); });
+    Payload words(encoded({Kind::RankLost, {2, nobody}, "why", kDataGrace}).bytes());
+    bool is_refused = false;
+    try {
+      rank.obey(kOver, words);
+    } catch (const std::runtime_error&) {
+      is_refused = true;
+    }
+    CHECK(is_refused && !calls.end());
+  }
   // Nobody tells of who ends because of that.
   CHECK((told([](Participant& rank) { rank.lose_root(kGone); }) == Ranks{0, 2}));
   CHECK(told([](Participant& rank) {

@@ -1,5 +1,6 @@
 #include "backends/checked/participant.h"
 
+#include <algorithm>
 #include <limits>
 #include <numeric>
 #include <stdexcept>
@@ -72,9 +73,15 @@ void Participant::obey(uint32_t kind, Payload& words) {
     case kPing:
       say_(kPong, {});
       break;
-    case kOver:
-      finish(take_end(words));
+    case kOver: {
+      auto end = take_end(words);
+      if (std::any_of(end.ranks.begin(), end.ranks.end(),
+                      [this](int rank) { return rank < 0 || rank >= roster_.place().size; })) {
+        throw std::runtime_error("an end by nobody");
+      }
+      finish(std::move(end));
       break;
+    }
     case kDoomed:
       calls_.doom(static_cast<uint64_t>(words.number()));
       break;
