@@ -40,7 +40,7 @@ GOODPUT = 0.94
 WHOLE = 16 << 10
 # Of the all_reduce from which the model is told what a step takes, and what busy processors move.
 STEPS = 64 << 10
-LARGE = 4 << 20
+LARGE = (4 << 20, 16 << 20)
 # Of one rank, bytes per second by shared memory, while its neighbours do the same.
 INSIDE = 2e9
 OPS = {
@@ -124,7 +124,8 @@ def model_of(layout: str, link: dict[str, Any], cases: list[dict[str, Any]]) -> 
 
     The rate is that of all hosts at once; what 8 B take beyond one way is the leaders', and a step
     of a ring what gloo takes for them. A step of ours is a fourth of what an all_reduce of 64 KiB
-    takes beyond that. What hosts send and receive at most is what they did in one of 4 MiB.
+    takes beyond that, of four hosts an eighth. What hosts send and receive at most is what they did
+    in those of 4 and 16 MiB, the middle of both.
     """
     hosts, ranks = LAYOUTS[layout]
     n = hosts * ranks
@@ -138,13 +139,17 @@ def model_of(layout: str, link: dict[str, Any], cases: list[dict[str, Any]]) -> 
         between=Link(latency=link["latency"], bandwidth=link["together"], hop=hop),
         per_rank=per_rank,
     )
+    steps = 2 * (hosts - 1) + 2
     if STEPS in sums:
         beyond = _ours(sums[STEPS]) - model.times("all_reduce", n, STEPS)["rails"]
-        model = dataclasses.replace(model, per_step=max(0.0, beyond / 4))
-    if LARGE in sums:
-        one_way = 2 * (hosts - 1) / hosts * LARGE
-        busy = 2 * one_way / (_ours(sums[LARGE]) - 4 * model.per_step)
-        model = dataclasses.replace(model, host_bandwidth=busy)
+        model = dataclasses.replace(model, per_step=max(0.0, beyond / steps))
+    rates = [
+        4 * (hosts - 1) / hosts * size / (_ours(sums[size]) - steps * model.per_step)
+        for size in LARGE
+        if size in sums
+    ]
+    if rates:
+        model = dataclasses.replace(model, host_bandwidth=statistics.geometric_mean(rates))
     return model
 
 

@@ -15,6 +15,13 @@ _PART, _PARTS = 1 << 20, 8
 _CHAIN_PART, _CHAIN_PARTS = 256 << 10, 32
 
 
+def _steps(pattern: Pattern, members: int) -> int:
+    """From one member to the next, one after the other."""
+    if pattern in (Pattern.ALL_REDUCE, Pattern.ALL_GATHER, Pattern.REDUCE_SCATTER):
+        return (2 if pattern is Pattern.ALL_REDUCE else 1) * (members - 1)
+    return 1 if pattern is Pattern.ALL_TO_ALL else math.ceil(math.log2(members))
+
+
 @dataclass(frozen=True)
 class Topology:
     """Hosts with a link each to one switch, and ranks that fill one host after the other.
@@ -41,8 +48,8 @@ class Topology:
         per_rank: seconds that rank 0, or a leader, takes for each other rank of an agreement.
         host_bandwidth: bytes per second that all ranks of a host send and receive together, at
             most: where processors are what they wait for, and not the link.
-        per_step: seconds that a step inside or between takes beside its data, of a collective that
-            does not travel with the calls: between hosts an all_reduce is two.
+        per_step: seconds that a step takes beside its data, of a collective that does not travel
+            with the calls: one inside a host, or one from host to host, of which a ring has many.
     """
 
     ranks_per_host: int
@@ -107,9 +114,8 @@ class Topology:
         else:
             flat = traffic.wire_of_larger(ranks, size)
         agreement = 2 * far.latency + (ranks - 1) * self.per_rank
-        between_steps = 2 if traffic.pattern is Pattern.ALL_REDUCE else 1
-        begin = agreement + between_steps * self.per_step
-        times = {"flat": begin + self._between(op, ranks, flat, 2 * flat)}
+        steps = _steps(traffic.pattern, ranks) * self.per_step
+        times = {"flat": agreement + steps + self._between(op, ranks, flat, 2 * flat)}
         data = ranks * traffic.pattern.buffers(ranks, size)[0]
         if traffic.pattern is not Pattern.MESSAGE and data <= _C.usual_piggyback(ranks):
             if hosts <= _C.MOST_LEADERS:
@@ -122,7 +128,7 @@ class Topology:
                 times["piggyback"] = agreement + (ranks - here) * data / far.bandwidth
         if here == 1 or traffic.pattern is Pattern.MESSAGE:
             return times
-        begin += self.per_step
+        begin = agreement + (_steps(traffic.pattern, hosts) + 1) * self.per_step
         between = self._between(op, hosts, across, 2 * across)
         inside = near.seconds(op, here, traffic.wire_of_larger(here, size))
         parts = min(max(int(size) // _PART, 1), _PARTS)
