@@ -1,7 +1,8 @@
 #pragma once
 
-// Which collectives cannot be done any more, once rank 0 is lost, which would have told: those
-// whose part broke off tell the others of their host, and leaders each other. No torch in here.
+// Ranks tell each other which collectives cannot be done any more, once rank 0 is lost, which would
+// have told them: those whose part broke off tell their leaders, and leaders each other and their
+// hosts. No torch in here.
 
 #include <cstddef>
 #include <cstdint>
