@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import torch_c10d_ext
+import torch_c10d_ext.distributed as ext
 import torch_c10d_ext.functional as F
 from tests.contract import Variant, expected, group, load, start, variants, wait
 from tests.harness import run, values
@@ -254,6 +255,37 @@ def _gradients_and_compile() -> None:
 def test_gradients_and_compile(size: int, backend: str) -> None:
     pytest.importorskip("triton")
     run(size, _gradients_and_compile, backend=backend, deadline=200)
+
+
+def _messages() -> None:
+    """Around the ring, of late values, in pieces of a tensor, whatever the sender writes then."""
+    device = _device()
+    n, rank = dist.get_world_size(), dist.get_rank()
+    after, before = (rank + 1) % n, (rank - 1) % n
+    for dtype in (torch.float32, torch.bfloat16, torch.complex64):
+        x = torch.zeros(1000, 2, device=device, dtype=dtype)
+        like = torch.zeros(1000, 2, device=device, dtype=dtype)
+        torch.cuda.synchronize()
+        _spin()
+        x[:, 1] = torch.arange(1000, device=device) + rank
+        sent, got = F.batch_isend_irecv([x[:, 1], like[:, 0]], [after, before], [True, False])
+        x.fill_(-1)
+        y, source = F.wait_message(got, like[:, 0])
+        F.wait_message(sent, x)
+        assert int(source) == before
+        want = (torch.arange(1000) + before).to(dtype)
+        assert torch.equal((y + 0).cpu(), want)
+        # The same by c10d's functions, one after the other.
+        passed = [ext.irecv(like[:, 1], before, tag=7), ext.isend(y + 0, after, tag=7)]
+        for work in passed:
+            work.wait()
+        want = (torch.arange(1000) + (rank - 2) % n).to(dtype)
+        assert torch.equal(like[:, 1].cpu(), want)
+
+
+@pytest.mark.parametrize("size", (2, 3))
+def test_messages_of_ranks_that_share_the_gpu(size: int) -> None:
+    run(size, _messages, backend=GLOO)
 
 
 def _mixed_devices_are_refused() -> None:

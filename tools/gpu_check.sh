@@ -96,7 +96,7 @@ if ((built == 0)); then
     step test "$BENCH_RESERVE" "$PYTHON" -m pytest -q --durations=10 "${parallel[@]}" "$@"
   fi
   if wanted bench; then
-    device=$("$PYTHON" -c 'import torch; print("all" if torch.cuda.is_available() else "cpu")')
+    device=$("$PYTHON" -c 'import torch; print("cuda" if torch.cuda.is_available() else "cpu")')
     measure=$((LIMIT - (SECONDS - began) - BENCH_STARTING))
     measure=$((measure < 14 ? 14 : measure > 120 ? 120 : measure))
     step bench 0 "$PYTHON" benchmarks/run.py --device "$device" --seconds "$measure"

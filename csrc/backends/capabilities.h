@@ -91,6 +91,8 @@ struct Capabilities {
   bool times_works = false;
   // Messages of every dtype and stride.
   bool sends_any_tensor = false;
+  // Messages are of host memory alone: those of a device go through it.
+  bool sends_host_memory_only = false;
   // Messages have every tag from 0 to an int's largest.
   bool has_every_tag = false;
   // A message is not done before its peer's has started: several must start as one.

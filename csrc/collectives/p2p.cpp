@@ -96,7 +96,9 @@ std::vector<WorkPtr> start_messages(std::string_view op, const Group& group,
   if (!like.is_cpu()) {
     device_guard.reset_device(like.device());
   }
-  return start_messages(Adapter(op, group, like), op, group, messages);
+  std::vector<WorkPtr> works;
+  without_gil([&] { works = start_messages(Adapter(op, group, like), op, group, messages); });
+  return works;
 }
 
 at::Tensor empty_ticket(const at::Tensor& like) {

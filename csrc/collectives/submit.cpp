@@ -7,6 +7,7 @@
 #include "backends/adapter/adapter.h"
 #include "backends/adapter/lowering.h"
 #include "backends/backend.h"
+#include "base/gil.h"
 #include "base/memory.h"
 #include "work/device_completion.h"
 #include "work/pending.h"
@@ -59,11 +60,14 @@ void submit(const Group& group, const CollectiveRequest& request) {
     }
     return;
   }
-  if (auto* own = own_backend(group, like)) {
-    own->post(group, request);
-    return;
-  }
-  Adapter(request.op, group, like).post(group, request);
+  // The backend's threads may need the GIL before they let the call in.
+  without_gil([&] {
+    if (auto* own = own_backend(group, like)) {
+      own->post(group, request);
+    } else {
+      Adapter(request.op, group, like).post(group, request);
+    }
+  });
 }
 
 }  // namespace c10d_ext

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch._dynamo import compiled_autograd
 from torch.utils import cpp_extension
 
 import torch_c10d_ext
@@ -209,10 +210,13 @@ def _compiles(path: str, methods: tuple[str, ...]) -> None:
             for name, ys in results.items():
                 for y, want in zip(ys, expected[name], strict=True):
                     assert torch.equal(y, want), (name, y, want)
-        # Gradients, too.
-        y = x.clone().requires_grad_()
-        F.all_reduce(y, "sum", None).sum().backward()
-        assert torch.equal(y.grad, torch.full_like(x, float(n)))
+        # Gradients, too. Compiled autograd calls its nodes with the GIL, the backend is without.
+        for compiles in (False, True):
+            y = x.clone().requires_grad_()
+            loss = F.all_reduce(y * 1, "sum", None).sum()
+            with compiled_autograd._enable(lambda g: g) if compiles else contextlib.nullcontext():
+                loss.backward()
+            assert torch.equal(y.grad, torch.full_like(x, float(n)))
 
 
 @pytest.mark.parametrize("methods", (("allreduce", "all_to_all_single"),), ids="-".join)

@@ -47,6 +47,11 @@ at::Tensor combined(const at::Tensor& a, const at::Tensor& b, c10d::ReduceOp::Re
   }
 }
 
+// Other backends' threads may need the GIL before they let a call in.
+void check_gil_is_free() {
+  TORCH_CHECK(!PyGILState_Check(), "store: must be called without the GIL, got it held");
+}
+
 class LazyWork : public c10d::Work {
  public:
   LazyWork(int rank, c10d::OpType type, std::function<void()> finish)
@@ -60,6 +65,7 @@ class LazyWork : public c10d::Work {
     return true;
   }
   bool wait(std::chrono::milliseconds) override {
+    check_gil_is_free();
     const std::lock_guard lock(mutex_);
     if (finish_) {
       finish_();
@@ -116,6 +122,7 @@ class StoreBackend : public c10d::Backend {
   }
 
   WorkPtr allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& opts) override {
+    check_gil_is_free();
     const at::Tensor t = tensors.at(0);
     const auto op = static_cast<c10d::ReduceOp::RedOpType>(opts.reduceOp);
     const std::string key = "reduce/" + std::to_string(reductions_++) + "/";
@@ -134,6 +141,7 @@ class StoreBackend : public c10d::Backend {
 
   WorkPtr alltoall_base(at::Tensor& out, at::Tensor& in, std::vector<int64_t>& out_splits,
                         std::vector<int64_t>& in_splits, const c10d::AllToAllOptions&) override {
+    check_gil_is_free();
     const std::string key = "exchange/" + std::to_string(exchanges_++) + "/";
     int64_t offset = 0;
     for (int to = 0; to < size_; ++to) {
@@ -153,11 +161,13 @@ class StoreBackend : public c10d::Backend {
   }
 
   WorkPtr send(std::vector<at::Tensor>& tensors, int dst, int tag) override {
+    check_gil_is_free();
     store_->set(message(rank_, dst, tag, sent_), bytes_of(tensors.at(0), 0, tensors[0].numel()));
     return work(c10d::OpType::SEND, [] {});
   }
 
   WorkPtr recv(std::vector<at::Tensor>& tensors, int src, int tag) override {
+    check_gil_is_free();
     const std::string key = message(src, rank_, tag, received_);
     return work(c10d::OpType::RECV, [this, t = tensors.at(0), key] {
       const Bytes bytes = store_->get(key);

@@ -28,6 +28,7 @@ const std::map<std::string, Capabilities>& known() {
     gloo.reduces_avg = true;
     gloo.keeps_inputs = true;
     gloo.has_every_tag = true;
+    gloo.sends_host_memory_only = true;
     gloo.has_blocking_messages = true;
 
     Capabilities nccl;

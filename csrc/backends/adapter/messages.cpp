@@ -1,5 +1,6 @@
 #include "backends/adapter/messages.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/view_as_real.h>
 
 #include <algorithm>
@@ -17,11 +18,21 @@ namespace c10d_ext {
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using Tensors = std::vector<at::Tensor>;
 
+namespace {
+
+std::pair<at::Tensor, Finish> landing_on_host(const at::Tensor& out) {
+  at::Tensor buffer = at::empty(out.sizes(), out.options().device(at::kCPU));
+  return {buffer, [buffer, out = alias_of(out)] { copy_values(out, buffer); }};
+}
+
+}  // namespace
+
 std::vector<WorkPtr> start_messages(const Adapter& adapter, std::string_view op, const Group& group,
                                     c10::ArrayRef<Message> messages,
                                     std::optional<c10d::OpType> type) {
   const at::Tensor& like = messages.front().tensor;
   const Capabilities& can = adapter.can();
+  const bool by_host = can.sends_host_memory_only && !like.is_cpu();
   // What travels, all of it at hand before the first one goes out.
   std::vector<Tensors> wires;
   std::vector<Finish> finishes;
@@ -41,8 +52,9 @@ std::vector<WorkPtr> start_messages(const Adapter& adapter, std::string_view op,
       wire = alias_of(wire);
     } else if (message.sends) {
       wire = bytes_of(dense(wire));
+      wire = by_host ? wire.cpu() : wire;
     } else {
-      std::tie(wire, finish) = lowering::landing(wire);
+      std::tie(wire, finish) = by_host ? landing_on_host(wire) : lowering::landing(wire);
       wire = bytes_of(wire);
     }
     wires.push_back({wire});
