@@ -345,24 +345,29 @@ void admit_to_leader(Entrance& entrance, const std::vector<int>& ranks, const De
       });
 }
 
-// Lines of leaders, to each other and to the ranks of their hosts, but for rank 0, which has them.
+// Lines of leaders, to each other and to the ranks of their hosts, but for rank 0, which has them;
+// those of its host have one to the next leader, who is there once rank 0 is not.
 void meet_leaders(const KeyValueStore& store, const Place& place, const Deadline& deadline,
                   Connections& met) {
   const auto hosts = ranks_by_leader(met.members);
   const auto own = std::find_if(hosts.begin(), hosts.end(), [&](const auto& ranks) {
     return std::find(ranks.begin(), ranks.end(), place.rank) != ranks.end();
   });
-  if (own == hosts.end() || own->front() == 0) {
+  if (own == hosts.end() || place.rank == 0) {
     return;
   }
   const bool is_leader = own->front() == place.rank;
+  const auto next = hosts.begin() + 1;
   std::optional<Entrance> entrance;
   std::vector<int> to, from;
   if (!is_leader) {
-    to.push_back(own->front());
+    to.push_back(own == hosts.begin() ? next->front() : own->front());
   } else {
     entrance.emplace(store, place.rank);
     from.assign(own->begin() + 1, own->end());
+    if (own == next) {
+      from.insert(from.end(), hosts.front().begin() + 1, hosts.front().end());
+    }
     for (const auto& ranks : hosts) {
       const int leader = ranks.front();
       if (leader != 0 && leader != place.rank) {

@@ -2,7 +2,7 @@
 
 // How the ranks of a group meet over sockets: rank 0 with each of the others, and where they are on
 // a few hosts, the first rank of each host, its leader, with the other leaders and with the ranks
-// of its host. No torch in here.
+// of its host; and those of rank 0's host with the next host's leader. No torch in here.
 
 #include <chrono>
 #include <cstddef>
@@ -38,7 +38,7 @@ std::string key_of(int rank);
 
 struct Connections {
   // By rank; rank 0 has one to every other rank, the others have one to rank 0, leaders and the
-  // ranks of their hosts also those among them.
+  // ranks of their hosts also those among them. Rank 0's host has its own to the next leader.
   std::vector<Connection> lines;
   // To rank 0 or from it, by rank, for DeathSockets.
   std::vector<FdOwner> death_sockets;

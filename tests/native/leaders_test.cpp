@@ -349,6 +349,7 @@ void a_leader_refuses_nonsense() {
   };
   refused([&] { hear(5, {calling(1, summed(6), "4"), calling(1, summed(6), "5")}); });
   refused([&] { hear(4, {calling(1, summed(6), "4")}); });
+  refused([&] { (*leader).hear_call(4, calling(1, summed(6), "4")); });
   refused([&] { hear(4, {calling(1, summed(6), "4"), calling(2, summed(6), "5")}); });
   refused([&] { hear(4, {calling(1, summed(6), "4"), calling(1, summed(6), std::nullopt)}); });
   refused([&] {

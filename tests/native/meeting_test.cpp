@@ -26,39 +26,65 @@ using namespace std::chrono_literals;
 
 namespace {
 
-// A rank 0 that says a word in one piece with its welcome. Its connections to rank 1.
-std::vector<Connection> welcomed(Store& store, const Payload& word, Says kind) {
-  const Listening listening = listen_anywhere();
-  store.view().set(key_of(0), "token " + std::to_string(listening.port) + " 127.0.0.1");
-  const auto next = [&] {
-    const Deadline deadline(kLong, store.view().interrupt);
-    std::vector<pollfd> fds{{listening.socket.get(), POLLIN, 0}};
-    deadline.poll(fds);
-    Connection line(accept_socket(listening.socket));
-    std::optional<Frame> hello;
-    while (!hello) {
-      fds = {{line.fd(), POLLIN, 0}};
-      deadline.poll(fds);
-      CHECK(!deadline.passed() && line.listen(1024));
-      hello = line.next();
+// What others connect to, whose place is in the store.
+class Door {
+ public:
+  Door(Store& store, int rank) {
+    store.view().set(key_of(rank), "token " + std::to_string(listening_.port) + " 127.0.0.1");
+  }
+
+  // Who comes next, who has the token, and is rank 1.
+  std::pair<Connection, Frame> next(Meets kind) {
+    FdOwner socket;
+    while (!socket) {
+      std::vector<pollfd> fds{{listening_.socket.get(), POLLIN, 0}};
+      deadline_.poll(fds);
+      CHECK(!deadline_.passed());
+      socket = accept_socket(listening_.socket);
     }
-    return std::pair(std::move(line), std::move(*hello));
-  };
-  auto [line, hello] = next();
-  auto death_socket = next();
-  CHECK(hello.kind == kHello && death_socket.second.kind == kDeathSocket);
-  CHECK(hello.words.text() == "token" && hello.words.number() == 1);
+    Connection line(std::move(socket));
+    Frame hello = hear(line);
+    CHECK(hello.kind == kind && hello.words.text() == "token" && hello.words.number() == 1);
+    return {std::move(line), std::move(hello)};
+  }
+  Frame hear(Connection& line) const {
+    std::optional<Frame> said = line.next();
+    while (!said) {
+      std::vector<pollfd> fds{{line.fd(), POLLIN, 0}};
+      deadline_.poll(fds);
+      CHECK(!deadline_.passed() && line.listen(1024));
+      said = line.next();
+    }
+    return std::move(*said);
+  }
+
+ private:
+  const Listening listening_ = listen_anywhere();
+  const Deadline deadline_{kLong, [] {}};
+};
+
+// A rank 0 that says some words in one piece with its welcome. Its connections to rank 1. `near`:
+// which of the others are in its network.
+std::vector<Connection> welcomed(Store& store, const std::vector<bool>& near,
+                                 const std::vector<std::pair<Says, Payload>>& said) {
+  Door door(store, 0);
+  auto [line, hello] = door.next(kHello);
+  auto death_socket = door.next(kDeathSocket);
   const auto pid = hello.words.number(), start_time = hello.words.number();
   const auto machine = hello.words.text(), host = hello.words.text(), network = hello.words.text();
   Payload welcome;
-  for (const auto& its_network : {"not " + network, network}) {
-    welcome.put(pid).put(start_time).put(machine).put(host).put(its_network);
+  for (const bool is_near : near) {
+    welcome.put(pid).put(start_time).put(machine).put(host);
+    welcome.put(is_near ? network : "not " + network);
   }
   const auto framed = [](uint32_t kind, const std::string& bytes) {
     const std::array<uint32_t, 2> heading{static_cast<uint32_t>(bytes.size()), kind};
     return std::string(reinterpret_cast<const char*>(heading.data()), sizeof(heading)) + bytes;
   };
-  const auto all = framed(kWelcome, welcome.bytes()) + framed(kind, word.bytes());
+  std::string all = framed(kWelcome, welcome.bytes());
+  for (const auto& [kind, words] : said) {
+    all += framed(kind, words.bytes());
+  }
   CHECK(::send(line.fd(), all.data(), all.size(), 0) == static_cast<ssize_t>(all.size()));
   std::vector<Connection> lines;
   lines.push_back(std::move(line));
@@ -70,7 +96,7 @@ void what_comes_with_the_welcome_is_heard() {
   Store store;
   const End end{ErrorKind::Closed, {0}, "said with the welcome", 0ms};
   std::vector<Connection> lines;
-  std::thread rank_0([&] { lines = welcomed(store, encoded(end), kOver); });
+  std::thread rank_0([&] { lines = welcomed(store, {false, true}, {{kOver, encoded(end)}}); });
   const auto rank_1 = Agreement::join(store.view(), {1, 2, "test"}, kLong, "a");
   rank_0.join();
   std::this_thread::sleep_for(100ms);  // the first call may have the thread look at all lines
@@ -79,8 +105,46 @@ void what_comes_with_the_welcome_is_heard() {
   CHECK(call.failure().text.find("said with the welcome") != std::string::npos);
 }
 
+// Once rank 0 is not there, ranks of its host have the next host's leader.
+void the_next_leader_hears_and_tells_what_rank_0_cannot() {
+  for (const bool breaks_here : {false, true}) {
+    Store store;
+    Door leader(store, 2);
+    std::vector<Connection> lines;
+    std::thread rank_0([&] { lines = welcomed(store, {true, true, false}, {}); });
+    Connection line;
+    std::thread rank_2([&] {
+      line = leader.next(kHello).first;
+      line.say(kWelcome, {});
+    });
+    const auto rank_1 = Agreement::join(store.view(), {1, 3, "test"}, kLong, "a");
+    rank_0.join();
+    rank_2.join();
+    Call call;
+    CHECK(rank_1->call(call.operation(summed(1), kLong)) == 1);
+    Payload go = Payload().put(1);
+    put_all_data(go, {});
+    lines[0].say(kGo, go);
+    CHECK(call.begun() == 1);
+    // Who leaves in good order has sent what it owes: it would be waited for, for ever.
+    lines[0].say(kLeaving, Payload().put(1));
+    lines.clear();
+    if (breaks_here) {
+      rank_1->broke(1, "its data does not come");
+      auto said = leader.hear(line);
+      CHECK(said.kind == kDoomed && said.words.number() == 1);
+    } else {
+      line.say(kDoomed, Payload().put(1));
+    }
+    const auto failure = call.failure();
+    CHECK(failure.kind == ErrorKind::RankLost && failure.ranks == std::vector<int>{0});
+    line.close();  // nobody lingers for it
+  }
+}
+
 const std::vector<Test> kTests = {
     TEST(what_comes_with_the_welcome_is_heard),
+    TEST(the_next_leader_hears_and_tells_what_rank_0_cannot),
 };
 
 }  // namespace

@@ -167,9 +167,9 @@ void what_is_broken_is_told_where_rank_0_is_lost() {
   const auto seven = std::vector{Payload().put(7).bytes()};
   using Said = std::map<int, std::vector<std::string>>;
   const std::vector<Said> expected{
-      {},                                    // rank 0's own words are a coordinator's
-      {},                                    // its leader was rank 0
-      {{3, seven}, {4, seven}, {5, seven}},  // a leader
+      {},                                                // rank 0's own words are a coordinator's
+      {{2, seven}},                                      // its leader was rank 0
+      {{1, seven}, {3, seven}, {4, seven}, {5, seven}},  // a leader, the next after rank 0
       {{2, seven}},
       {{2, seven}},
       {{2, seven}},

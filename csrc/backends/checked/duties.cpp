@@ -115,7 +115,7 @@ void Duties::hear_beside_the_star(int rank, uint32_t kind, Payload& words) {
     last_words_.add(static_cast<uint64_t>(words.number()));
   } else if (relay_ && kind == kCalling) {
     relay_->hear_call(rank, words);
-  } else if (!relay_ && kind == kGo) {
+  } else if (!relay_ && kind == kGo && rank == roster_.own_host().front()) {
     participant_.obey(kind, words);
   } else {
     throw std::runtime_error("a sentence of an unknown kind");
@@ -131,7 +131,8 @@ void Duties::lose(const std::vector<int>& ranks, const std::string& how) {
     if (rank == 0) {
       participant_.lose_root(how);
       last_words_.lose_root();
-    } else if (left_.count(rank) == 0) {
+    } else if (left_.count(rank) == 0 && !roster_.is_beside_root(rank) &&
+               !roster_.is_beside_root(roster_.place().rank)) {
       say(kSevered, Payload().put(rank));
     }
   }

@@ -2,13 +2,14 @@
 
 // Ranks tell each other which collectives cannot be done any more, once rank 0 is lost, which would
 // have told them: those whose part broke off tell their leaders, and leaders each other and their
-// hosts. No torch in here.
+// hosts. For rank 0's host the next one's leader does. No torch in here.
 
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <set>
 #include <utility>
+#include <vector>
 
 #include "backends/checked/protocol.h"
 #include "backends/checked/roster.h"
@@ -46,21 +47,26 @@ class LastWords {
       return;  // no lines but those to rank 0
     }
     const Payload words = Payload().put(static_cast<int64_t>(seq));
-    const int leader = here.front();
-    const auto tell = [&](int rank) {
-      if (rank != 0 && rank != roster_.place().rank) {
-        tell_(rank, words);
+    const auto tell_all = [&](const std::vector<int>& ranks) {
+      for (const int rank : ranks) {
+        if (rank != 0 && rank != roster_.place().rank) {
+          tell_(rank, words);
+        }
       }
     };
+    const auto& hosts = roster_.hosts();
+    const int next = hosts[1].front();
+    const int leader = here.front() != 0 ? here.front() : next;
     if (leader != roster_.place().rank) {
-      tell(leader);
+      tell_all({leader});
       return;
     }
-    for (const int rank : here) {
-      tell(rank);
+    tell_all(here);
+    for (const auto& ranks : hosts) {
+      tell_all({ranks.front()});
     }
-    for (const auto& ranks : roster_.hosts()) {
-      tell(ranks.front());
+    if (leader == next) {
+      tell_all(hosts.front());
     }
   }
 

@@ -32,7 +32,8 @@
 //                                      <- Go, with all data,
 //                                         once all have called
 //   a leader, to rank 0: Severed: which leader it cannot hear any more
-//   where rank 0 is lost, ranks to their leaders, and those to each other and to theirs: Doomed
+//   where rank 0 is lost, ranks to their leaders, and those to each other and to theirs: Doomed;
+//   the next host's leader is that of rank 0's host, too
 
 #include <chrono>
 #include <cstddef>

@@ -27,6 +27,10 @@ Relay::Collective* Relay::open(uint64_t seq) {
 }
 
 void Relay::hear_call(int rank, Payload words) {
+  const auto& own = roster_.own_host();
+  if (std::find(own.begin(), own.end(), rank) == own.end()) {
+    throw std::runtime_error("a call of another host's");
+  }
   Calling call = take_call(words, roster_.place().size);
   const uint64_t seq = call.seq;
   auto* collective = call.data ? open(seq) : nullptr;
@@ -35,7 +39,7 @@ void Relay::hear_call(int rank, Payload words) {
   }
   collective->calls.insert_or_assign(rank, std::move(call));
   collective->said.insert_or_assign(rank, words.bytes());
-  if (collective->said.size() == roster_.own_host().size()) {
+  if (collective->said.size() == own.size()) {
     pass_on(*collective);
     compare(seq);
   }

@@ -39,6 +39,10 @@ class Roster {
   const std::vector<int>& own_host() const {
     return own_host_;
   }
+  // Whether it is on rank 0's host, and not rank 0: leaders are told of it by rank 0.
+  bool is_beside_root(int rank) const {
+    return rank != 0 && !hosts_.empty() && member(rank).network == member(0).network;
+  }
   int pid(int rank) const {
     return member(rank).peer.pid;
   }
