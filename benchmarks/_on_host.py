@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import torch_c10d_ext
+from benchmarks._open_mpi import there_and_back
 
 Call = Callable[[], Any]
 
@@ -60,12 +61,8 @@ def _groups(engines: list[str]) -> dict[str, Any]:
 def _calls(collective: str, size: int, groups: dict[str, Any], mpi: Any) -> dict[str, Call]:
     """By peer; ``size``: bytes of a rank's larger buffer."""
     n = dist.get_world_size()
-    count = (
-        max(size // 4 // n * n, n)
-        if collective != "all_reduce" and collective != "broadcast"
-        else size // 4
-    )
-    count = max(count, 2)
+    is_shared = collective in ("all_gather", "reduce_scatter", "all_to_all")
+    count = max(size // 4 // n * n if is_shared else size // 4, n if is_shared else 2)
     whole, part = torch.zeros(count), torch.zeros(max(count // n, 1))
     other = torch.zeros(count)
 
@@ -76,6 +73,12 @@ def _calls(collective: str, size: int, groups: dict[str, Any], mpi: Any) -> dict
             "all_gather": lambda: all_gather(whole, part, group=group),
             "reduce_scatter": lambda: reduce_scatter(part, whole, group=group),
             "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+            **there_and_back(
+                dist.get_rank(),
+                n,
+                lambda peer: dist.send(whole, peer, group=group),
+                lambda peer: dist.recv(whole, peer, group=group),
+            ),
         }[collective]
 
     calls = {name: ours(group) for name, group in groups.items()}
@@ -88,6 +91,12 @@ def _calls(collective: str, size: int, groups: dict[str, Any], mpi: Any) -> dict
             "all_gather": lambda: world.Allgather(b, a),
             "reduce_scatter": lambda: world.Reduce_scatter_block(a, b),
             "all_to_all": lambda: world.Alltoall(a, c),
+            **there_and_back(
+                dist.get_rank(),
+                n,
+                lambda peer: world.Send(a, peer),
+                lambda peer: world.Recv(a, peer),
+            ),
         }[collective]
     return calls
 

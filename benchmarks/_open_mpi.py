@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,25 @@ def _run(command: list[str], environment: dict[str, str]) -> tuple[int, str, str
     return process.returncode, out, errors
 
 
+def there_and_back(
+    rank: int, ranks: int, send: Callable[[int], Any], recv: Callable[[int], Any]
+) -> dict[str, Callable[[], None]]:
+    """A message between rank 0 and the last one, and between rank 1 and the last one."""
+
+    def between(one: int) -> Callable[[], None]:
+        def call() -> None:
+            if rank == one:
+                send(ranks - 1)
+                recv(ranks - 1)
+            elif rank == ranks - 1:
+                recv(one)
+                send(one)
+
+        return call
+
+    return {"send_recv": between(0), "send_recv_others": between(min(1, ranks - 2))}
+
+
 def main() -> None:
     """A rank: measures what the first argument says; rank 0 prints a line for each case."""
     import numpy as np
@@ -115,17 +135,24 @@ def main() -> None:
     world = MPI.COMM_WORLD
     n = world.Get_size()
     for collective, size in cases:
-        whole = collective in ("all_reduce", "broadcast")
-        count = max(size // 4 if whole else size // 4 // n * n, 2 if whole else n)
+        is_shared = collective in ("all_gather", "reduce_scatter", "all_to_all")
+        count = max(size // 4 // n * n if is_shared else size // 4, n if is_shared else 2)
         a, c = np.zeros(count, np.float32), np.zeros(count, np.float32)
         b = np.zeros(max(count // n, 1), np.float32)
-        call = {
+        by_name: dict[str, Callable[[], Any]] = {
             "all_reduce": functools.partial(world.Allreduce, MPI.IN_PLACE, a),
             "broadcast": functools.partial(world.Bcast, a, 0),
             "all_gather": functools.partial(world.Allgather, b, a),
             "reduce_scatter": functools.partial(world.Reduce_scatter_block, a, b),
             "all_to_all": functools.partial(world.Alltoall, a, c),
-        }[collective]
+            **there_and_back(
+                world.Get_rank(),
+                n,
+                functools.partial(world.Send, a),
+                functools.partial(world.Recv, a),
+            ),
+        }
+        call = by_name[collective]
         times, calls = [], 2
         for turn in range(-1, rounds):  # the first one tells how many calls are enough
             world.Barrier()

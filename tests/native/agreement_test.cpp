@@ -202,6 +202,13 @@ class End {
       state->turn = ++turns;
       state->changed.notify_all();
     };
+    message.receive = [state = state_, begin = message.begin](int peer, const std::string& data) {
+      {
+        std::lock_guard lock(state->mutex);
+        state->data = data;
+      }
+      begin(peer);
+    };
     message.fail = [state = state_](const Failure& failure) {
       std::lock_guard lock(state->mutex);
       state->failure = failure;
@@ -231,6 +238,12 @@ class End {
     std::lock_guard lock(state_->mutex);
     return state_->peer < 0 && !state_->failure;
   }
+  // What came, or went, with the word; of what did not, nothing.
+  std::optional<std::string> data() {
+    peer();
+    std::lock_guard lock(state_->mutex);
+    return state_->data;
+  }
   // When it began, among all.
   int turn() {
     peer();
@@ -244,6 +257,7 @@ class End {
     std::condition_variable changed;
     int peer = -1;
     int turn = 0;
+    std::optional<std::string> data;
     std::optional<Failure> failure;
   };
   static inline std::atomic<int> turns{0};
@@ -253,6 +267,14 @@ class End {
 uint64_t post_send(Ranks& ranks, int from, int to, End& end, int64_t tag = 0, int64_t count = 5,
                    std::chrono::milliseconds timeout = kLong) {
   return ranks[from].post(end.message(true, to, tag, count, timeout));
+}
+
+// With its data, which is `of` again and again.
+uint64_t post_little(Ranks& ranks, int from, int to, End& end, char of, int64_t tag = 0,
+                     int64_t count = 5) {
+  auto message = end.message(true, to, tag, count);
+  message.data = std::string(static_cast<size_t>(4 * count), of);
+  return ranks[from].post(std::move(message));
 }
 
 uint64_t post_receive(Ranks& ranks, int to, int from, End& end, int64_t tag = 0, int64_t count = 5,
@@ -295,7 +317,9 @@ void messages_meet_in_the_order_of_their_calls() {
     post_receive(ranks, to, 3 - from - to, other_rank, 3);
     std::thread sender([&, from = from, to = to] {
       for (int i = 0; i < kMessages; ++i) {
-        post_send(ranks, from, to, sent[static_cast<size_t>(i)], 3, i);
+        auto& end = sent[static_cast<size_t>(i)];
+        i % 2 == 0 ? post_send(ranks, from, to, end, 3, i)
+                   : post_little(ranks, from, to, end, 'a', 3, i);
       }
     });
     for (int i = 0; i < kMessages; ++i) {
@@ -307,6 +331,7 @@ void messages_meet_in_the_order_of_their_calls() {
       for (size_t i = 0; i < kMessages; ++i) {
         CHECK((*ends)[i].peer() == (ends == &sent ? to : from));
         CHECK(i == 0 || (*ends)[i - 1].turn() < (*ends)[i].turn());
+        CHECK((*ends)[i].data().has_value() == (i % 2 == 1));
       }
     }
     CHECK(other_tag.waits() && other_rank.waits());
@@ -314,6 +339,62 @@ void messages_meet_in_the_order_of_their_calls() {
     post_send(ranks, from, to, last, 4);
     post_send(ranks, 3 - from - to, to, rest, 3);
     CHECK(other_tag.peer() == from && other_rank.peer() == 3 - from - to);
+  }
+}
+
+void little_messages_travel_with_what_is_said_of_them() {
+  Ranks ranks(3);
+  for (const auto& [from, to] : kPairs) {
+    for (const bool any : {false, true}) {
+      for (const bool sent_first : {false, true}) {
+        End sent, received;
+        const auto post = [&, from = from, to = to](bool sends) {
+          sends ? post_little(ranks, from, to, sent, 'x')
+                : post_receive(ranks, to, any ? -1 : from, received);
+        };
+        post(sent_first);
+        std::this_thread::sleep_for(5ms);
+        CHECK(sent.waits() && received.waits());
+        post(!sent_first);
+        CHECK(sent.peer() == to && sent.data() == std::string());
+        CHECK(received.peer() == from && received.data() == std::string(20, 'x'));
+      }
+    }
+    End sent, received;
+    post_little(ranks, from, to, sent, 'x', 0, 5);
+    post_receive(ranks, to, from, received, 0, 6);
+    CHECK(sent.failure().kind == Kind::Mismatch && received.failure().kind == Kind::Mismatch);
+  }
+  // Rank 0 holds the data of so many.
+  constexpr size_t kSome = 70, kHeld = 64;
+  std::vector<End> sent(kSome), received(kSome);
+  for (auto& end : sent) {
+    post_little(ranks, 1, 2, end, 'y');
+  }
+  for (auto& end : received) {
+    post_receive(ranks, 2, 1, end);
+  }
+  for (size_t i = 0; i < kSome; ++i) {
+    CHECK(received[i].data().has_value() == (i < kHeld));
+    CHECK(sent[i].data().has_value() == (i < kHeld));
+  }
+}
+
+void who_waits_for_a_message_takes_in_what_comes() {
+  Ranks ranks(3);
+  for (const auto& [from, to] : kPairs) {
+    End sent, received;
+    const auto number = post_receive(ranks, to, from, received);
+    CHECK(ranks[to].help_message(number, Clock::now() + 20ms));  // it does not come
+    std::thread sender([&, from = from, to = to] {
+      std::this_thread::sleep_for(20ms);
+      const auto number = post_little(ranks, from, to, sent, 'z');
+      CHECK(!ranks[from].help_message(number, Clock::now() + kLong));
+      CHECK(!sent.waits());
+    });
+    CHECK(!ranks[to].help_message(number, Clock::now() + kLong));
+    CHECK(!received.waits() && received.data() == std::string(20, 'z'));
+    sender.join();
   }
 }
 
@@ -836,6 +917,8 @@ const std::vector<Test> kTests = {
     TEST(begins_what_all_have_called),
     TEST(both_ends_of_a_message_begin),
     TEST(messages_meet_in_the_order_of_their_calls),
+    TEST(little_messages_travel_with_what_is_said_of_them),
+    TEST(who_waits_for_a_message_takes_in_what_comes),
     TEST(from_anybody_the_first_to_send_is_taken),
     TEST(messages_that_do_not_fit_are_denied_at_both_ends),
     TEST(messages_and_collectives_do_not_wait_for_each_other),

@@ -136,13 +136,17 @@ Payload sentence(uint32_t kind, uint64_t seq, uint64_t number, Random& random) {
       put_data(words, random.one_in(2) ? std::optional(random.text()) : std::nullopt);
       return words.put(static_cast<int64_t>(seq));
     }
-    case kPosting:
-      return encoded(Posted{.sends = random.one_in(2),
-                            .peer = static_cast<int>(random.below(kRanks + 1)) - 1,
-                            .tag = random.below(3),
-                            .bytes = static_cast<uint64_t>(random.below(3)),
-                            .dtype = static_cast<DType>(random.below(21))})
-          .put(static_cast<int64_t>(number));
+    case kPosting: {
+      Posted posted{.sends = random.one_in(2),
+                    .peer = static_cast<int>(random.below(kRanks + 1)) - 1,
+                    .tag = random.below(3),
+                    .bytes = static_cast<uint64_t>(random.below(3)),
+                    .dtype = static_cast<DType>(random.below(21))};
+      if (posted.sends && random.one_in(2)) {
+        posted.data = std::string(posted.bytes, 'x');
+      }
+      return encoded(posted).put(static_cast<int64_t>(number));
+    }
     default:
       return Payload().put(random.below(5)).put(random.text()).put(random.below(5));
   }

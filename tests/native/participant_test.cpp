@@ -190,10 +190,52 @@ void what_is_broken_is_told_where_rank_0_is_lost() {
   }
 }
 
+template <class F>
+bool is_refused(const F& what) {
+  try {
+    what();
+  } catch (const std::runtime_error&) {
+    return true;
+  }
+  return false;
+}
+
+void data_that_is_no_messages_is_refused() {
+  const auto take = [](bool sends, uint64_t bytes, size_t data) {
+    Posted posted{.sends = sends, .peer = 0, .bytes = bytes};
+    posted.data = std::string(data, 'x');
+    Payload words(encoded(posted).bytes());
+    take_posted(words);
+  };
+  CHECK(!is_refused([&] { take(true, 4, 4); }));
+  CHECK(!is_refused([&] { take(true, kMostOfAMessage, kMostOfAMessage); }));
+  CHECK(is_refused([&] { take(true, 4, 5); }));
+  CHECK(is_refused([&] { take(false, 4, 4); }));
+  CHECK(is_refused([&] { take(true, kMostOfAMessage + 1, kMostOfAMessage + 1); }));
+
+  const Roster roster = roster_of(1, {"a", "a", "b"});
+  for (const bool is_little : {false, true}) {
+    OpenCalls calls(roster, 2s);
+    Participant rank(roster, calls, [](Says, const Payload&) {}, [](const Payload&) {}, [] {}, {});
+    std::vector<std::string> received;
+    OpenCall call{"recv", 0, kLong, [](uint64_t) { CHECK(false); }, [](const Failure&) {}};
+    if (is_little) {
+      call.receive = [&](uint64_t, const auto& data) { received = data; };
+    }
+    calls.enter(kPosting, {}, std::move(call));
+    Payload words = Payload().put(1).put(2);
+    put_data(words, "data");
+    CHECK(is_refused([&] { rank.obey(kGranted, words); }) == !is_little);
+    rank.settle();
+    CHECK((received == std::vector<std::string>(is_little ? 1 : 0, "data")));
+  }
+}
+
 const std::vector<Test> kTests = {
     TEST(what_rank_0_has_agreed_on_is_done_after_the_end),
     TEST(lost_ranks_are_told_of_at_once),
     TEST(what_is_broken_is_told_where_rank_0_is_lost),
+    TEST(data_that_is_no_messages_is_refused),
 };
 
 }  // namespace

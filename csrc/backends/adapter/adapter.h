@@ -58,11 +58,13 @@ class Adapter {
     }
   }
 
-  // Starts a message. `call` is told the backend and who has the message's other end.
+  // Starts a message, of which `wire` travels. `call` is told the backend and who has the message's
+  // other end.
   template <class Call>
-  c10::intrusive_ptr<c10d::Work> start_message(const Message& message, Call&& call) const {
+  c10::intrusive_ptr<c10d::Work> start_message(const Message& message, const at::Tensor& wire,
+                                               Call&& call) const {
     if (own_ != nullptr) {
-      return own_->post_message(message, call);
+      return own_->post_message(message, wire, call);
     }
     check_has(message.sends ? Method::Send : Method::Recv);
     const auto peer = static_cast<int>(message.peer);

@@ -68,7 +68,7 @@ std::vector<WorkPtr> start_messages(const Adapter& adapter, std::string_view op,
   for (size_t i = 0; i < messages.size(); ++i) {
     const auto tag = static_cast<int>(messages[i].tag);
     started.push_back(adapter.start_message(
-        messages[i],
+        messages[i], wires[i][0],
         [wire = wires[i], sends = messages[i].sends, tag](auto& backend, int peer) mutable {
           return sends                ? backend.send(wire, peer, tag)
                  : peer == kAnySource ? backend.recvAnysource(wire, tag)

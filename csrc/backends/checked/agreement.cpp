@@ -30,6 +30,9 @@ using Kind = ErrorKind;
 // one time after the other, and a thread that is woken in between takes more than it does.
 constexpr Milliseconds kLull{1};
 
+// Of so many messages that wait rank 0 holds the data.
+constexpr size_t kMostEager = 64;
+
 thread_local bool agreeing_here = false;
 
 // While it lives, this thread does an agreement's work.
@@ -93,17 +96,26 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   }
 
   uint64_t post(Message message) {
-    Payload words = encoded(Posted{.sends = message.sends,
-                                   .peer = message.peer,
-                                   .tag = message.tag,
-                                   .bytes = message.bytes,
-                                   .dtype = message.dtype});
-    std::string op(name_of(message.sends ? OpType::Send : OpType::Recv));
-    return enter(
-        kPosting, std::move(words),
-        {std::move(op), message.tag, message.timeout,
-         [begin = std::move(message.begin)](uint64_t peer) { begin(static_cast<int>(peer)); },
-         std::move(message.fail)});
+    Posted posted{.sends = message.sends,
+                  .peer = message.peer,
+                  .tag = message.tag,
+                  .bytes = message.bytes,
+                  .dtype = message.dtype};
+    if (calls_.waiting_messages() < kMostEager) {
+      posted.data = std::move(message.data);
+    }
+    OpenCall call{
+        std::string(name_of(message.sends ? OpType::Send : OpType::Recv)), message.tag,
+        message.timeout,
+        [begin = std::move(message.begin)](uint64_t peer) { begin(static_cast<int>(peer)); },
+        std::move(message.fail)};
+    if (message.receive) {
+      call.receive = [receive = std::move(message.receive)](uint64_t peer,
+                                                            const std::vector<std::string>& data) {
+        receive(static_cast<int>(peer), data.front());
+      };
+    }
+    return enter(kPosting, encoded(posted), std::move(call));
   }
 
   uint64_t count() const {
@@ -114,24 +126,10 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   }
 
   bool help(uint64_t seq, Clock::time_point until) {
-    if (agreeing_here || is_foreign()) {
-      return false;
-    }
-    const HelpersSeat seat(has_helper_);
-    if (!seat) {
-      return false;
-    }
-    Star::Ready ready;
-    for (;;) {
-      // Whatever woke this one has woken nobody else.
-      const auto next = help_once(ready);
-      const bool waits = next && calls_.is_waiting(seq);
-      if (!waits || Clock::now() >= until) {
-        stop_helping();
-        return waits;
-      }
-      ready = duties_.star().wait(Star::Waiter::Caller, std::min(until, *next));
-    }
+    return help_while([&] { return calls_.is_waiting(seq); }, until);
+  }
+  bool help_message(uint64_t number, Clock::time_point until) {
+    return help_while([&] { return calls_.is_message_waiting(number); }, until);
   }
 
   void done(uint64_t seq) {
@@ -220,6 +218,29 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
  private:
   static constexpr char kForked[] =
       "the group must be used in the process that created it, got a forked child";
+
+  // Does the agreement's work while `is_waiting`. True: it still is, and the time is over.
+  template <class IsWaiting>
+  bool help_while(const IsWaiting& is_waiting, Clock::time_point until) {
+    if (agreeing_here || is_foreign()) {
+      return false;
+    }
+    const HelpersSeat seat(has_helper_);
+    if (!seat) {
+      return false;
+    }
+    Star::Ready ready;
+    for (;;) {
+      // Whatever woke this one has woken nobody else.
+      const auto next = help_once(ready);
+      const bool waits = next && is_waiting();
+      if (!waits || Clock::now() >= until) {
+        stop_helping();
+        return waits;
+      }
+      ready = duties_.star().wait(Star::Waiter::Caller, std::min(until, *next));
+    }
+  }
 
   // Tells rank 0 of it, with its number after `words`.
   uint64_t enter(Says kind, Payload words, OpenCall call) {
@@ -411,6 +432,10 @@ std::pair<std::vector<int>, std::string> Agreement::awaited_by_message(uint64_t 
 
 bool Agreement::help(uint64_t seq, std::chrono::steady_clock::time_point until) {
   return impl_->help(seq, until);
+}
+
+bool Agreement::help_message(uint64_t number, std::chrono::steady_clock::time_point until) {
+  return impl_->help_message(number, until);
 }
 
 void Agreement::done(uint64_t seq) {

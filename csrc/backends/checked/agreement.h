@@ -53,6 +53,11 @@ class Agreement {
     std::function<void(int peer)> begin;
     // Instead of `begin`.
     std::function<void(const Failure&)> fail;
+    // A send's, where it is little: it may travel with what is said of it.
+    std::optional<std::string> data = std::nullopt;
+    // Instead of `begin`, where the data did: here it is, or it has gone where this end sends. Of
+    // every message of up to kMostOfAMessage bytes.
+    std::function<void(int peer, const std::string& data)> receive = nullptr;
   };
 
   // Hears at once of ranks that are gone, where the agreement's work is done, but for those that
@@ -89,6 +94,8 @@ class Agreement {
   // would have to wake this one. True: it has not, and the time is over; false also where another
   // caller does so.
   bool help(uint64_t seq, std::chrono::steady_clock::time_point until);
+  // The same for a message.
+  bool help_message(uint64_t number, std::chrono::steady_clock::time_point until);
   // The data of number `seq` is there.
   void done(uint64_t seq);
   // Its exchange broke off: it fails once it is known why.

@@ -8,6 +8,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <limits>
 #include <optional>
 #include <utility>
 
@@ -84,6 +85,21 @@ Capabilities capabilities_outside(Capabilities inside) {
   return inside;
 }
 
+// What is little, in bytes of all ranks together; `given`: by the user.
+size_t most_little(const Capabilities& inner, std::optional<size_t> given, size_t ranks) {
+  return inner.methods.has(Method::AllToAllSingle)
+             ? std::min(given.value_or(usual_piggyback(ranks)), kMostData)
+             : 0;
+}
+
+// Whether the backend has the tag, as far as is known. Others are for it to refuse, whatever a
+// message's size.
+bool has_tag(const Capabilities& inner, int64_t tag) {
+  constexpr int64_t kEveryMpis = 32767;  // the largest that each of them has
+  return tag >= 0 &&
+         tag <= (inner.has_every_tag ? std::numeric_limits<int>::max() - 1 : kEveryMpis);
+}
+
 std::unique_ptr<Agreement> meet(const Rendezvous& expected, const Group& group,
                                 std::chrono::milliseconds timeout, const c10d::Backend& inner) {
   const auto* own = dynamic_cast<const InnerBackend*>(&inner);
@@ -123,9 +139,7 @@ CheckedBackend::CheckedBackend(c10::intrusive_ptr<c10d::Backend> inner,
       inner_can_(capabilities_inside(*inner_)),
       little_can_(capabilities_for_little(inner_can_)),
       piggyback_given_(piggyback),
-      piggyback_(inner_can_.methods.has(Method::AllToAllSingle)
-                     ? std::min(piggyback.value_or(usual_piggyback(size_)), kMostData)
-                     : 0),
+      piggyback_(most_little(inner_can_, piggyback, static_cast<size_t>(size_))),
       can_(capabilities_outside(inner_can_)),
       inner_info_{counted_as.empty() ? inner_->getBackendName() : counted_as,
                   inner_can_.futures == Capabilities::Futures::Always},
@@ -259,11 +273,12 @@ CheckedBackend::WorkPtr CheckedBackend::agree(AgreedCall call) {
   return start_agreed(agreement_, group_, inner_info_, std::move(call));
 }
 
-CheckedBackend::WorkPtr CheckedBackend::post_message(
-    const Message& message, std::function<WorkPtr(c10d::Backend& backend, int peer)> start) {
-  auto started = start_granted(
-      agreement_, group_, inner_info_, message, timeout_,
-      [backend = inner_, start = std::move(start)](int peer) { return start(*backend, peer); });
+CheckedBackend::WorkPtr CheckedBackend::post_message(const Message& message, const at::Tensor& wire,
+                                                     Start start) {
+  const size_t most = has_tag(inner_can_, message.tag) ? piggyback_ : 0;
+  auto begin = [inner = inner_, start = std::move(start)](int peer) { return start(*inner, peer); };
+  auto started = start_granted(agreement_, group_, inner_info_,
+                               {message, wire, most, timeout_, std::move(begin)});
   messages_.add(started.end);
   return started.work;
 }

@@ -62,8 +62,7 @@ class CheckedBackend final : public RequestBackend {
     return can_;
   }
   // The work is that of both ends; any number of threads can ask and wait for it.
-  WorkPtr post_message(const Message& message,
-                       std::function<WorkPtr(c10d::Backend& backend, int peer)> start) override;
+  WorkPtr post_message(const Message& message, const at::Tensor& wire, Start start) override;
 
   const c10::intrusive_ptr<c10d::Backend>& inner_backend() const {
     return inner_;

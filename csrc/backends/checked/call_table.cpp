@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <sstream>
+#include <stdexcept>
 #include <utility>
 
 #include "base/timeouts.h"
@@ -77,12 +78,20 @@ void CallTable::go(uint64_t seq, std::vector<std::string> data) {
   agreed_ = std::max(agreed_, seq);
 }
 
-void CallTable::grant(uint64_t number, uint64_t peer) {
+void CallTable::grant(uint64_t number, uint64_t peer, std::optional<std::string> data) {
   const auto found = messages_.find(number);
   if (found == messages_.end() || end_) {
     return;
   }
-  grants_.emplace_back(peer, std::move(found->second.begin));
+  auto& call = found->second;
+  if (data && !call.receive) {
+    throw std::runtime_error("data of a message that is not little");
+  }
+  if (data) {
+    call.begin = [receive = std::move(call.receive),
+                  all = std::vector{std::move(*data)}](uint64_t from) { receive(from, all); };
+  }
+  grants_.emplace_back(peer, std::move(call.begin));
   messages_.erase(found);
 }
 

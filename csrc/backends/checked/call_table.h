@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -30,8 +31,8 @@ struct OpenCall {
   std::function<void(const Failure&)> fail;
   std::chrono::steady_clock::time_point late{};  // when it has taken too long, as far as is known
   bool asked = false;                            // rank 0, what is the matter
-  // Instead of `begin`, where all ranks' data came with the calls. Both are taken out once all
-  // ranks have called it.
+  // Instead of `begin`, where all ranks' data came with the calls, or a message's with its other
+  // end (of a send, nothing: it has gone). Both are taken out once all ranks have called it.
   std::function<void(uint64_t, const std::vector<std::string>&)> receive;
 };
 
@@ -65,8 +66,9 @@ class CallTable {
   }
   // All ranks have called it: it runs, or is given their data where that has come.
   void go(uint64_t seq, std::vector<std::string> data);
-  // From here on the inner backend knows of the message, and of its end.
-  void grant(uint64_t number, uint64_t peer);
+  // From here on the inner backend knows of the message, and of its end; or its data is here.
+  // Throws std::runtime_error where there is nobody to receive that.
+  void grant(uint64_t number, uint64_t peer, std::optional<std::string> data);
   void deny_collective(uint64_t seq, ErrorKind kind, const Difference& why) {
     deny(waiting_, seq, kind, why);
   }
@@ -107,6 +109,13 @@ class CallTable {
   // Whether a collective is there that has not begun.
   bool is_waiting(uint64_t seq) const {
     return waiting_.count(seq) != 0 || begins_.count(seq) != 0;
+  }
+  // Whether a message's other end is not there, as far as is known.
+  bool is_message_waiting(uint64_t number) const {
+    return messages_.count(number) != 0;
+  }
+  size_t waiting_messages() const {
+    return messages_.size();
   }
   // The last collective that all ranks have called, as far as is known.
   uint64_t agreed() const {

@@ -7,6 +7,7 @@
 #include <list>
 #include <map>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -23,6 +24,8 @@ struct Posted {
   int64_t tag = 0;
   uint64_t bytes = 0;
   DType dtype = DType::Bytes;
+  // Of a send, where it is little: it travels with what is said of it.
+  std::optional<std::string> data = std::nullopt;
 };
 
 // Ends of messages that wait for the other one. The messages from one rank to another with one tag

@@ -24,7 +24,7 @@ std::pair<uint64_t, std::optional<OpenCalls::Failed>> OpenCalls::enter(Says kind
         leaving_ ? closed(call.op, seq, kDestroyed) : table_.told(call.op, seq, call.tag);
     return {seq, Failed{std::move(call), std::move(failure)}};
   }
-  const bool has_data = static_cast<bool>(call.receive);
+  const bool has_data = collective && call.receive;
   if (collective) {
     table_.add_collective(seq, std::move(call));
   } else {
@@ -68,6 +68,16 @@ bool OpenCalls::has_collectives() const {
 bool OpenCalls::is_waiting(uint64_t seq) const {
   const std::lock_guard lock(mutex_);
   return table_.is_waiting(seq);
+}
+
+bool OpenCalls::is_message_waiting(uint64_t number) const {
+  const std::lock_guard lock(mutex_);
+  return table_.is_message_waiting(number);
+}
+
+size_t OpenCalls::waiting_messages() const {
+  const std::lock_guard lock(mutex_);
+  return table_.waiting_messages();
 }
 
 std::optional<Failure> OpenCalls::failure(const std::string& op, uint64_t seq,
@@ -169,9 +179,9 @@ void OpenCalls::take_answer(Asked asked, Difference who) {
   changed_.notify_all();
 }
 
-void OpenCalls::grant(uint64_t number, uint64_t peer) {
+void OpenCalls::grant(uint64_t number, uint64_t peer, std::optional<std::string> data) {
   const std::lock_guard lock(mutex_);
-  table_.grant(number, peer);
+  table_.grant(number, peer, std::move(data));
 }
 
 void OpenCalls::deny_collective(uint64_t seq, ErrorKind kind, const Difference& why) {

@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <condition_variable>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -59,6 +60,9 @@ class OpenCalls {
   bool has_collectives() const;
   // Whether collective `seq` has neither begun nor failed.
   bool is_waiting(uint64_t seq) const;
+  // The same of a message.
+  bool is_message_waiting(uint64_t number) const;
+  size_t waiting_messages() const;
   // Why number `seq` cannot be done any more; waits that long for somebody to know it.
   std::optional<Failure> failure(const std::string& op, uint64_t seq, Milliseconds within) const;
   std::optional<End> end() const;
@@ -88,8 +92,8 @@ class OpenCalls {
   Late take_late(Clock::time_point now, const std::function<bool()>& is_root_stopped);
   void go(uint64_t seq, std::vector<std::string> data);
   void take_answer(Asked asked, Difference who);
-  // From here on the inner backend knows of the message, and of its end.
-  void grant(uint64_t number, uint64_t peer);
+  // From here on the inner backend knows of the message, and of its end; or its data is here.
+  void grant(uint64_t number, uint64_t peer, std::optional<std::string> data);
   void deny_collective(uint64_t seq, ErrorKind kind, const Difference& why);
   void deny_message(uint64_t number, ErrorKind kind, const Difference& why);
   // The group is of no more use. The first reason stays.

@@ -49,7 +49,7 @@ void Participant::obey(uint32_t kind, Payload& words) {
       if (peer < 0 || peer >= roster_.place().size) {
         throw std::runtime_error("a message to or from nobody");
       }
-      calls_.grant(number, static_cast<uint64_t>(peer));
+      calls_.grant(number, static_cast<uint64_t>(peer), take_data(words));
       break;
     }
     case kDenied: {

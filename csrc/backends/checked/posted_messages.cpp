@@ -1,6 +1,8 @@
 #include "backends/checked/posted_messages.h"
 
 #include <algorithm>
+#include <optional>
+#include <string>
 #include <utility>
 
 namespace c10d_ext {
@@ -23,9 +25,14 @@ void PostedMessages::add(const Posted& posted) {
   const Posted& send = posted.sends ? posted : *other;
   const Posted& receive = posted.sends ? *other : posted;
   if (send.bytes == receive.bytes && send.dtype == receive.dtype) {
-    tell_(send.rank, kGranted, Payload().put(static_cast<int64_t>(send.number)).put(receive.rank));
-    tell_(receive.rank, kGranted,
-          Payload().put(static_cast<int64_t>(receive.number)).put(send.rank));
+    const auto grant = [this](const Posted& to, int peer, const std::optional<std::string>& data) {
+      Payload words;
+      words.put(static_cast<int64_t>(to.number)).put(peer);
+      put_data(words, data);
+      tell_(to.rank, kGranted, words);
+    };
+    grant(send, receive.rank, send.data ? std::optional(std::string()) : std::nullopt);
+    grant(receive, send.rank, send.data);
     return;
   }
   const Difference how{text_of_misfit(send.rank, send.bytes, send.dtype, receive.rank,

@@ -101,12 +101,14 @@ std::vector<std::string> take_all_data(Payload& words, int ranks) {
 }
 
 Payload encoded(const Posted& posted) {
-  return Payload()
-      .put(posted.sends ? 1 : 0)
+  Payload words;
+  words.put(posted.sends ? 1 : 0)
       .put(posted.peer)
       .put(posted.tag)
       .put(static_cast<int64_t>(posted.bytes))
       .put(static_cast<int64_t>(posted.dtype));
+  put_data(words, posted.data);
+  return words;
 }
 
 Posted take_posted(Payload& words) {
@@ -116,6 +118,11 @@ Posted take_posted(Payload& words) {
   posted.tag = words.number();
   posted.bytes = static_cast<uint64_t>(words.number());
   posted.dtype = take(words, DType::Bytes);
+  posted.data = take_data(words);
+  if (posted.data && (!posted.sends || posted.data->size() != posted.bytes ||
+                      posted.data->size() > kMostOfAMessage)) {
+    throw std::runtime_error("data that is not that of the message");
+  }
   return posted;
 }
 

@@ -7,8 +7,10 @@
 //     that is little
 //                                      <- Go, with all data if all gave theirs, or
 //                                         Differ: how; once all ranks call
-//   Posting: one end of a message      ->
-//                                      <- Granted: who has the other; once it is there
+//   Posting: one end of a message, and
+//     its data if that is little       ->
+//                                      <- Granted: who has the other, and the data where it came
+//                                         along; once the other is there
 //                                      <- Denied: why not
 //   Late, Broken, Overdue: what is
 //   the matter                         ->
@@ -114,6 +116,8 @@ std::optional<std::string> take_data(Payload& words);
 void put_all_data(Payload& words, const std::vector<std::string>& data);
 std::vector<std::string> take_all_data(Payload& words, int ranks);
 
+// So many bytes of a message travel with what is said of it at most: they go by rank 0.
+constexpr size_t kMostOfAMessage = 4096;
 // But for its rank and number.
 Payload encoded(const Posted& posted);
 Posted take_posted(Payload& words);

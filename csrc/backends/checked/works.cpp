@@ -2,6 +2,7 @@
 
 #include <ATen/ThreadLocalState.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
@@ -9,6 +10,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstring>
 #include <exception>
 #include <mutex>
 #include <string>
@@ -17,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "backends/checked/protocol.h"
 #include "base/dtype.h"
 #include "base/exceptions.h"
 #include "base/gil.h"
@@ -274,12 +277,28 @@ class GrantedWork final : public RequestWork {
     changed_.notify_all();
   }
 
+  // Its data came, or went, with the word that its other end is there.
+  void carried(int peer) {
+    {
+      std::lock_guard lock(mutex_);
+      own_.set_source(peer);
+      own_.start();
+      own_.settle(nullptr, op());
+    }
+    changed_.notify_all();
+  }
+
   void fail(std::exception_ptr error) {
     {
       std::lock_guard lock(mutex_);
       own_.settle(std::move(error), op());
     }
     changed_.notify_all();
+  }
+
+  // Whether the inner backend knows of it, or it has failed.
+  bool is_begun() const {
+    return own_.status() != WorkStatus::Queued;
   }
 
   // Of one that is over it would end the group.
@@ -300,7 +319,7 @@ class GrantedWork final : public RequestWork {
     {
       // The agreement ends it in time.
       std::unique_lock lock(mutex_);
-      changed_.wait(lock, [this] { return own_.status() != WorkStatus::Queued; });
+      changed_.wait(lock, [this] { return is_begun(); });
     }
     if (own_.settled()) {
       return;
@@ -339,6 +358,21 @@ bool says_it_all(const std::exception_ptr& error) {
     return true;
   } catch (...) {
     return false;
+  }
+}
+
+// What has come of a message.
+void write(const at::Tensor& tensor, const std::string& data) {
+  TORCH_CHECK_WITH(DistBackendError, data.size() == tensor.nbytes(), "the message must have ",
+                   tensor.nbytes(), " bytes, got ", data.size());
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const at::Tensor dense =
+      tensor.is_contiguous() ? tensor : at::empty(tensor.sizes(), tensor.options());
+  if (!data.empty()) {
+    std::memcpy(dense.mutable_data_ptr(), data.data(), data.size());
+  }
+  if (!dense.is_same(tensor)) {
+    tensor.copy_(dense);
   }
 }
 
@@ -389,8 +423,8 @@ c10::intrusive_ptr<c10d::Work> start_agreed(const std::shared_ptr<Agreement>& ag
 }
 
 StartedMessage start_granted(const std::shared_ptr<Agreement>& agreement, const Group& group,
-                             const Inner& inner, const Message& message, Milliseconds timeout,
-                             std::function<WorkPtr(int peer)> begin) {
+                             const Inner& inner, GrantedCall call) {
+  const Message& message = call.message;
   auto work = c10::make_intrusive<GrantedWork>(message, static_cast<int>(group.rank()));
   Agreement::Message end;
   end.sends = message.sends;
@@ -399,8 +433,8 @@ StartedMessage start_granted(const std::shared_ptr<Agreement>& agreement, const 
   end.bytes = message.tensor.nbytes();
   // torch sends complex values as pairs of reals.
   end.dtype = dtype_of(c10::toRealValueType(message.tensor.scalar_type()));
-  end.timeout = timeout;
-  end.begin = [work, begin = std::move(begin), state = at::ThreadLocalState()](int peer) {
+  end.timeout = call.timeout;
+  end.begin = [work, begin = std::move(call.begin), state = at::ThreadLocalState()](int peer) {
     const at::ThreadLocalStateGuard as_the_caller(state);
     try {
       work->follow(begin(peer), peer);
@@ -411,6 +445,29 @@ StartedMessage start_granted(const std::shared_ptr<Agreement>& agreement, const 
   end.fail = [work, name = group.name()](const Failure& failure) {
     work->fail(error_of(failure, name));
   };
+  if (end.bytes <= kMostOfAMessage) {
+    end.receive = [work, inner, op = name_of(message), sends = message.sends, wire = call.wire](
+                      int peer, const std::string& data) {
+      auto span = ProfilerSpan::open(inner.name, op);
+      if (span) {
+        span->begin();
+      }
+      try {
+        if (!sends) {
+          write(wire, data);
+        }
+        if (span) {
+          span->end();
+        }
+        work->carried(peer);
+      } catch (...) {
+        work->fail(std::current_exception());
+      }
+    };
+    if (message.sends && end.bytes <= call.most && call.wire.is_contiguous()) {
+      end.data.emplace(static_cast<const char*>(call.wire.const_data_ptr()), end.bytes);
+    }
+  }
   work->number(agreement->post(std::move(end)));
 
   const auto op = name_of(message);
@@ -427,7 +484,23 @@ StartedMessage start_granted(const std::shared_ptr<Agreement>& agreement, const 
     const auto awaited = agreement->awaited_by_message(number, kAnswered);
     return std::make_exception_ptr(wait_timed_out(op, place, 0, timeout, awaited));
   };
-  return {adapt_blocking_work(work, Explanations{inner.name, failed, late}), work};
+  // While it waits for its other end, who waits takes in what comes; little data is then on its
+  // way.
+  const auto is_near = [agreement, work, bytes = message.tensor.nbytes(),
+                        number = work->getSequencenumber()] {
+    constexpr size_t kLittle = 65536;
+    constexpr Milliseconds kLook{50};  // for Ctrl-C
+    if (bytes > kLittle) {
+      return false;
+    }
+    without_gil([&] {
+      while (!work->is_begun() && agreement->help_message(number, Clock::now() + kLook)) {
+        check_signals();
+      }
+    });
+    return work->is_begun();
+  };
+  return {adapt_blocking_work(work, Explanations{inner.name, failed, is_near, late}), work};
 }
 
 }  // namespace c10d_ext

@@ -5,6 +5,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <chrono>
+#include <cstddef>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -50,10 +51,16 @@ struct StartedMessage {
   c10::intrusive_ptr<c10d::Work> end;   // what the inner backend does: an abort ends it
 };
 
-// A message that `begin` hands to the inner backend once its other end is there, at `peer`.
+struct GrantedCall {
+  Message message;
+  at::Tensor wire;  // what travels of it
+  size_t most;      // of so many bytes it may arrive with the word that its other end is there
+  std::chrono::milliseconds timeout;
+  // Hands it to the inner backend once its other end is there, at `peer`.
+  std::function<c10::intrusive_ptr<c10d::Work>(int peer)> begin;
+};
+
 StartedMessage start_granted(const std::shared_ptr<Agreement>& agreement, const Group& group,
-                             const Inner& inner, const Message& message,
-                             std::chrono::milliseconds timeout,
-                             std::function<c10::intrusive_ptr<c10d::Work>(int peer)> begin);
+                             const Inner& inner, GrantedCall call);
 
 }  // namespace c10d_ext

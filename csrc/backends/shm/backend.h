@@ -61,8 +61,7 @@ class ShmBackend final : public RequestBackend {
 
   void post(const Group& group, const CollectiveRequest& request) override;
   const Capabilities& capabilities() const override;
-  WorkPtr post_message(const Message& message,
-                       std::function<WorkPtr(c10d::Backend& backend, int peer)> start) override;
+  WorkPtr post_message(const Message& message, const at::Tensor& wire, Start start) override;
 
   // --- c10d::Backend ----------------------------------------------------------------------------
 

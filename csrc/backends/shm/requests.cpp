@@ -137,8 +137,8 @@ const Capabilities& ShmBackend::capabilities() const {
   return native;
 }
 
-ShmBackend::WorkPtr ShmBackend::post_message(
-    const Message& message, std::function<WorkPtr(c10d::Backend& backend, int peer)> start) {
+ShmBackend::WorkPtr ShmBackend::post_message(const Message& message, const at::Tensor& /*wire*/,
+                                             Start start) {
   return start(*this, static_cast<int>(message.peer));
 }
 
