@@ -43,9 +43,9 @@ class CollectiveBackend : public DescribedBackend {
   // writes (see work/pending.h). `group`: as the op's caller knows it.
   virtual void post(const Group& group, const CollectiveRequest& request) = 0;
 
+  using Start = std::function<WorkPtr(c10d::Backend& backend, int peer)>;
   // Starts a message by `start`, which is told who has its other end, now or once that is there; or
   // moves `wire`, which is what travels of it, by itself.
-  using Start = std::function<WorkPtr(c10d::Backend& backend, int peer)>;
   virtual WorkPtr post_message(const Message& message, const at::Tensor& wire, Start start) = 0;
 
   // As DescribedBackend::of().

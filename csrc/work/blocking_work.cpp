@@ -62,7 +62,7 @@ class BlockingWorkAdapter final : public SignalledWork {
     const WaitTimer timer(timed_backend());
     if (timeout <= kNoTimeout && !state_.settled()) {
       check_at_home();
-      if ((!explanations_ || explanations_->is_near()) && take()) {
+      if ((!explanations_ || explanations_->ends_soon()) && take()) {
         run(/*throws=*/!explanations_);
       }
     }

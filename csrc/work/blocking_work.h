@@ -24,7 +24,7 @@ struct Explanations {
   std::function<std::exception_ptr(std::exception_ptr error)> failed;
   // For who waits, and has nothing else to do: whether little is left to wait for at `work`, where
   // nothing is heard of Ctrl-C. Lets Ctrl-C through itself.
-  std::function<bool()> is_near;
+  std::function<bool()> ends_soon;
   // What a wait raises that ends before `work`.
   std::function<std::exception_ptr(std::chrono::milliseconds timeout)> late;
 };

@@ -208,10 +208,10 @@ void data_that_is_no_messages_is_refused() {
     take_posted(words);
   };
   CHECK(!is_refused([&] { take(true, 4, 4); }));
-  CHECK(!is_refused([&] { take(true, kMostOfAMessage, kMostOfAMessage); }));
+  CHECK(!is_refused([&] { take(true, kLittleMessage, kLittleMessage); }));
   CHECK(is_refused([&] { take(true, 4, 5); }));
   CHECK(is_refused([&] { take(false, 4, 4); }));
-  CHECK(is_refused([&] { take(true, kMostOfAMessage + 1, kMostOfAMessage + 1); }));
+  CHECK(is_refused([&] { take(true, kLittleMessage + 1, kLittleMessage + 1); }));
 
   const Roster roster = roster_of(1, {"a", "a", "b"});
   for (const bool is_little : {false, true}) {

@@ -31,7 +31,7 @@ using Kind = ErrorKind;
 constexpr Milliseconds kLull{1};
 
 // Of so many messages that wait rank 0 holds the data.
-constexpr size_t kMostEager = 64;
+constexpr size_t kMostHeld = 64;
 
 thread_local bool agreeing_here = false;
 
@@ -101,7 +101,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
                   .tag = message.tag,
                   .bytes = message.bytes,
                   .dtype = message.dtype};
-    if (calls_.waiting_messages() < kMostEager) {
+    if (calls_.waiting_messages() < kMostHeld) {
       posted.data = std::move(message.data);
     }
     OpenCall call{

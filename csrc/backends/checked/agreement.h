@@ -56,7 +56,7 @@ class Agreement {
     // A send's, where it is little: it may travel with what is said of it.
     std::optional<std::string> data = std::nullopt;
     // Instead of `begin`, where the data did: here it is, or it has gone where this end sends. Of
-    // every message of up to kMostOfAMessage bytes.
+    // every message of up to kLittleMessage bytes.
     std::function<void(int peer, const std::string& data)> receive = nullptr;
   };
 

@@ -131,8 +131,7 @@ void Duties::lose(const std::vector<int>& ranks, const std::string& how) {
     if (rank == 0) {
       participant_.lose_root(how);
       last_words_.lose_root();
-    } else if (left_.count(rank) == 0 && !roster_.is_beside_root(rank) &&
-               !roster_.is_beside_root(roster_.place().rank)) {
+    } else if (left_.count(rank) == 0 && !roster_.is_watched_by_root(rank)) {
       say(kSevered, Payload().put(rank));
     }
   }

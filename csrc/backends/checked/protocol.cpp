@@ -120,7 +120,7 @@ Posted take_posted(Payload& words) {
   posted.dtype = take(words, DType::Bytes);
   posted.data = take_data(words);
   if (posted.data && (!posted.sends || posted.data->size() != posted.bytes ||
-                      posted.data->size() > kMostOfAMessage)) {
+                      posted.data->size() > kLittleMessage)) {
     throw std::runtime_error("data that is not that of the message");
   }
   return posted;

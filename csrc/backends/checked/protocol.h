@@ -117,7 +117,7 @@ void put_all_data(Payload& words, const std::vector<std::string>& data);
 std::vector<std::string> take_all_data(Payload& words, int ranks);
 
 // So many bytes of a message travel with what is said of it at most: they go by rank 0.
-constexpr size_t kMostOfAMessage = 4096;
+constexpr size_t kLittleMessage = 4096;
 // But for its rank and number.
 Payload encoded(const Posted& posted);
 Posted take_posted(Payload& words);

@@ -39,9 +39,9 @@ class Roster {
   const std::vector<int>& own_host() const {
     return own_host_;
   }
-  // Whether it is on rank 0's host, and not rank 0: leaders are told of it by rank 0.
-  bool is_beside_root(int rank) const {
-    return rank != 0 && !hosts_.empty() && member(rank).network == member(0).network;
+  // Whether rank 0 itself hears that the link to it is down: one of the two is on rank 0's host.
+  bool is_watched_by_root(int rank) const {
+    return is_beside_root(rank) || is_beside_root(place_.rank);
   }
   int pid(int rank) const {
     return member(rank).peer.pid;
@@ -52,6 +52,9 @@ class Roster {
                        const std::function<std::string(int)>& state) const;
 
  private:
+  bool is_beside_root(int rank) const {
+    return rank != 0 && !hosts_.empty() && member(rank).network == member(0).network;
+  }
   const Member& member(int rank) const {
     return members_[static_cast<size_t>(rank)];
   }

@@ -36,14 +36,12 @@ int milliseconds_until(Clock::time_point time) {
   return static_cast<int>(std::clamp(left, Milliseconds(0), Milliseconds(60'000)).count());
 }
 
-// Which lines go to ranks of which nothing would be heard when a link is down. Of rank 0's host
-// rank 0 would hear.
+// Which lines go to ranks of which nothing would be heard when a link is down.
 std::vector<bool> far_ones(const std::vector<Connection>& lines, const Roster& roster) {
   std::vector<bool> is_far(lines.size());
   for (size_t i = 0; i < lines.size(); ++i) {
     const auto rank = static_cast<int>(i);
-    is_far[i] = lines[i].is_open() && roster.is_linked(rank) && !roster.is_beside_root(rank) &&
-                !roster.is_beside_root(roster.place().rank);
+    is_far[i] = lines[i].is_open() && roster.is_linked(rank) && !roster.is_watched_by_root(rank);
   }
   return is_far;
 }

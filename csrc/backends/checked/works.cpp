@@ -445,7 +445,7 @@ StartedMessage start_granted(const std::shared_ptr<Agreement>& agreement, const 
   end.fail = [work, name = group.name()](const Failure& failure) {
     work->fail(error_of(failure, name));
   };
-  if (end.bytes <= kMostOfAMessage) {
+  if (end.bytes <= kLittleMessage) {
     end.receive = [work, inner, op = name_of(message), sends = message.sends, wire = call.wire](
                       int peer, const std::string& data) {
       auto span = ProfilerSpan::open(inner.name, op);
@@ -484,13 +484,12 @@ StartedMessage start_granted(const std::shared_ptr<Agreement>& agreement, const 
     const auto awaited = agreement->awaited_by_message(number, kAnswered);
     return std::make_exception_ptr(wait_timed_out(op, place, 0, timeout, awaited));
   };
-  // While it waits for its other end, who waits takes in what comes; little data is then on its
-  // way.
-  const auto is_near = [agreement, work, bytes = message.tensor.nbytes(),
-                        number = work->getSequencenumber()] {
-    constexpr size_t kLittle = 65536;
-    constexpr Milliseconds kLook{50};  // for Ctrl-C
-    if (bytes > kLittle) {
+  // While a message waits for its other end, who waits for it takes in what comes.
+  const auto ends_soon = [agreement, work, bytes = message.tensor.nbytes(),
+                          number = work->getSequencenumber()] {
+    constexpr size_t kSoonThere = 65536;  // once both ends are
+    constexpr Milliseconds kLook{50};     // for Ctrl-C
+    if (bytes > kSoonThere) {
       return false;
     }
     without_gil([&] {
@@ -500,7 +499,7 @@ StartedMessage start_granted(const std::shared_ptr<Agreement>& agreement, const 
     });
     return work->is_begun();
   };
-  return {adapt_blocking_work(work, Explanations{inner.name, failed, is_near, late}), work};
+  return {adapt_blocking_work(work, Explanations{inner.name, failed, ends_soon, late}), work};
 }
 
 }  // namespace c10d_ext
