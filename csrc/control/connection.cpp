@@ -1,7 +1,9 @@
 #include "control/connection.h"
 
 #include <sys/socket.h>
+#include <sys/uio.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstring>
@@ -56,34 +58,53 @@ struct Heading {
 }  // namespace
 
 void Connection::say(uint32_t kind, const Payload& words) {
-  const Heading heading{static_cast<uint32_t>(words.bytes().size()), kind};
-  unsent_.append(reinterpret_cast<const char*>(&heading), sizeof(heading));
-  unsent_ += words.bytes();
-  flush();
+  const std::string& bytes = words.bytes();
+  Heading heading{static_cast<uint32_t>(bytes.size()), kind};
+  const std::string_view head(reinterpret_cast<const char*>(&heading), sizeof(heading));
+  size_t sent = 0;
+  if (unsent_.empty()) {
+    sent = send(head, bytes);
+  }
+  const size_t sent_of_head = std::min(sent, head.size());
+  unsent_ += head.substr(sent_of_head);
+  unsent_.append(bytes, sent - sent_of_head);
 }
 
 void Connection::flush() {
+  unsent_.erase(0, send(unsent_, {}));
+}
+
+// How much of the two, one after the other.
+size_t Connection::send(std::string_view first, std::string_view second) {
+  const size_t all = first.size() + second.size();
   size_t sent = 0;
-  while (sent < unsent_.size()) {
-    const ssize_t now =
-        ::send(fd(), unsent_.data() + sent, unsent_.size() - sent, MSG_NOSIGNAL | MSG_DONTWAIT);
+  while (sent < all) {
+    const size_t of_first = std::min(sent, first.size());
+    const auto part = [](std::string_view text, size_t from) {
+      return iovec{const_cast<char*>(text.data()) + from, text.size() - from};
+    };
+    std::array<iovec, 2> parts{part(first, of_first), part(second, sent - of_first)};
+    msghdr message{};
+    message.msg_iov = parts.data();
+    message.msg_iovlen = parts.size();
+    const ssize_t now = ::sendmsg(fd(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (now < 0 && errno == EINTR) {
       continue;
     }
     if (now < 0 && errno != EAGAIN && errno != EWOULDBLOCK) {
       error_ = error_ != 0 ? error_ : errno;
-      sent = unsent_.size();  // nobody there: listen() tells
+      return all;  // nobody there: listen() tells
     }
     if (now <= 0) {
       break;
     }
     sent += static_cast<size_t>(now);
   }
-  unsent_.erase(0, sent);
+  return sent;
 }
 
 bool Connection::listen(size_t limit) {
-  std::array<char, 4096> some;
+  std::array<char, 65536> some;
   has_unheard_ = false;
   for (;;) {
     const ssize_t now = ::recv(fd(), some.data(), some.size(), MSG_DONTWAIT);

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -99,6 +100,8 @@ class Connection {
   std::optional<Frame> next();
 
  private:
+  size_t send(std::string_view first, std::string_view second);
+
   FdOwner socket_;
   std::string unsent_, heard_;
   bool has_unheard_ = false;

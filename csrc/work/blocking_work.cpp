@@ -23,10 +23,10 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 class BlockingWorkAdapter final : public SignalledWork {
  public:
-  BlockingWorkAdapter(WorkPtr inner, std::optional<Explanations> explanations)
+  BlockingWorkAdapter(WorkPtr inner, std::optional<OnWait> on_wait)
       : SignalledWork(-1, inner->retrieveOpType(), "message"),
         inner_(std::move(inner)),
-        explanations_(std::move(explanations)) {}
+        on_wait_(std::move(on_wait)) {}
 
   ~BlockingWorkAdapter() override {
     if (inner_ == nullptr) {
@@ -62,8 +62,8 @@ class BlockingWorkAdapter final : public SignalledWork {
     const WaitTimer timer(timed_backend());
     if (timeout <= kNoTimeout && !state_.settled()) {
       check_at_home();
-      if ((!explanations_ || explanations_->ends_soon()) && take()) {
-        run(/*throws=*/!explanations_);
+      if ((!on_wait_ || on_wait_->help()) && take()) {
+        run(/*throws=*/!on_wait_);
       }
     }
     SignalledWork::await(timeout);
@@ -77,14 +77,14 @@ class BlockingWorkAdapter final : public SignalledWork {
   }
 
   std::string_view timed_backend() const override {
-    return explanations_ ? explanations_->backend : std::string_view();
+    return on_wait_ ? on_wait_->backend : std::string_view();
   }
   std::exception_ptr late(std::chrono::milliseconds timeout) override {
-    return explanations_ ? explanations_->late(timeout) : SignalledWork::late(timeout);
+    return on_wait_ ? on_wait_->late(timeout) : SignalledWork::late(timeout);
   }
   std::exception_ptr foreign() const override {
     const auto error = SignalledWork::foreign();
-    return explanations_ ? explanations_->failed(error) : error;
+    return on_wait_ ? on_wait_->failed(error) : error;
   }
 
  private:
@@ -114,8 +114,8 @@ class BlockingWorkAdapter final : public SignalledWork {
           c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, e.what()));
     } catch (...) {
       error = std::current_exception();
-      if (explanations_) {
-        error = explanations_->failed(error);
+      if (on_wait_) {
+        error = on_wait_->failed(error);
       }
     }
     WorkPtr inner;  // released without the lock
@@ -132,7 +132,7 @@ class BlockingWorkAdapter final : public SignalledWork {
 
   mutable std::mutex mutex_;
   WorkPtr inner_;  // guarded by mutex_, null once over
-  const std::optional<Explanations> explanations_;
+  const std::optional<OnWait> on_wait_;
   std::atomic<bool> taken_{false};
 };
 
@@ -143,8 +143,8 @@ c10::intrusive_ptr<c10d::Work> adapt_blocking_work(c10::intrusive_ptr<c10d::Work
 }
 
 c10::intrusive_ptr<c10d::Work> adapt_blocking_work(c10::intrusive_ptr<c10d::Work> work,
-                                                   Explanations explanations) {
-  return c10::make_intrusive<BlockingWorkAdapter>(std::move(work), std::move(explanations));
+                                                   OnWait on_wait) {
+  return c10::make_intrusive<BlockingWorkAdapter>(std::move(work), std::move(on_wait));
 }
 
 }  // namespace c10d_ext

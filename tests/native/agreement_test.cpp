@@ -3,6 +3,7 @@
 // One file, for its tests share the threads that are ranks.
 
 #include "backends/checked/agreement.h"
+#include "backends/checked/protocol.h"
 #include "control/meeting.h"
 
 #include <arpa/inet.h>
@@ -21,6 +22,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <thread>
+#include <tuple>
 
 #include "agreement_ranks.h"
 #include "program.h"
@@ -330,7 +332,7 @@ void messages_meet_in_the_order_of_their_calls() {
     for (auto* ends : {&sent, &received}) {
       for (size_t i = 0; i < kMessages; ++i) {
         CHECK((*ends)[i].peer() == (ends == &sent ? to : from));
-        CHECK(i == 0 || (*ends)[i - 1].turn() < (*ends)[i].turn());
+        CHECK(i < 2 || (*ends)[i - 2].turn() < (*ends)[i].turn());
         CHECK((*ends)[i].data().has_value() == (i % 2 == 1));
       }
     }
@@ -365,18 +367,37 @@ void little_messages_travel_with_what_is_said_of_them() {
     post_receive(ranks, to, from, received, 0, 6);
     CHECK(sent.failure().kind == Kind::Mismatch && received.failure().kind == Kind::Mismatch);
   }
-  // Rank 0 holds the data of so many.
-  constexpr size_t kSome = 70, kHeld = 64;
+  // Rank 0 holds so much data of a rank.
+  constexpr size_t kSome = 7, kHeld = 4;
+  constexpr auto kCount = static_cast<int64_t>(kLittleMessage / 4);
   std::vector<End> sent(kSome), received(kSome);
   for (auto& end : sent) {
-    post_little(ranks, 1, 2, end, 'y');
+    post_little(ranks, 1, 2, end, 'y', 0, kCount);
   }
   for (auto& end : received) {
-    post_receive(ranks, 2, 1, end);
+    post_receive(ranks, 2, 1, end, 0, kCount);
   }
   for (size_t i = 0; i < kSome; ++i) {
     CHECK(received[i].data().has_value() == (i < kHeld));
     CHECK(sent[i].data().has_value() == (i < kHeld));
+  }
+  End next, taken;  // there is room again
+  post_little(ranks, 1, 2, next, 'z', 0, kCount);
+  post_receive(ranks, 2, 1, taken, 0, kCount);
+  CHECK(taken.data() == std::string(kLittleMessage, 'z'));
+}
+
+void so_much_goes_by_rank_0() {
+  Ranks ranks({"a", "b", "a", "c"});
+  for (const auto& [rank, peer, most] :
+       std::vector<std::tuple<int, int, size_t>>{{0, 1, kLittleMessage},
+                                                 {1, 0, kLittleMessage},
+                                                 {2, 3, kLittleMessage},
+                                                 {3, 2, kLittleMessage},
+                                                 {1, 3, kLittleOnDetour},
+                                                 {1, -1, kLittleOnDetour},
+                                                 {2, -1, kLittleMessage}}) {
+    CHECK(ranks[rank].most_with_words(peer) == most);
   }
 }
 
@@ -918,6 +939,7 @@ const std::vector<Test> kTests = {
     TEST(both_ends_of_a_message_begin),
     TEST(messages_meet_in_the_order_of_their_calls),
     TEST(little_messages_travel_with_what_is_said_of_them),
+    TEST(so_much_goes_by_rank_0),
     TEST(who_waits_for_a_message_takes_in_what_comes),
     TEST(from_anybody_the_first_to_send_is_taken),
     TEST(messages_that_do_not_fit_are_denied_at_both_ends),

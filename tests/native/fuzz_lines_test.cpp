@@ -16,6 +16,8 @@
 #include <vector>
 
 #include "backends/checked/coordinator.h"
+#include "backends/checked/open_calls.h"
+#include "backends/checked/participant.h"
 #include "backends/checked/protocol.h"
 #include "backends/checked/relay.h"
 #include "backends/checked/roster.h"
@@ -172,13 +174,54 @@ std::vector<Member> members() {
   return all;
 }
 
+// What rank 0 says.
+Payload word(uint32_t kind, uint64_t number, Random& random) {
+  switch (kind) {
+    case kGo: {
+      const auto data = random.one_in(2) ? all_data(random) : Payload().put(0);
+      return Payload(Payload().put(static_cast<int64_t>(number)).bytes() + data.bytes());
+    }
+    case kGranted: {
+      Payload words;
+      words.put(static_cast<int64_t>(number)).put(random.below(kRanks));
+      put_data(words, random.one_in(2) ? std::optional(random.text()) : std::nullopt);
+      return words;
+    }
+    case kWanted:
+      return encoded_wanted({.rank = static_cast<int>(random.below(kRanks)),
+                             .number = number,
+                             .peer = 1,
+                             .tag = random.below(3),
+                             .bytes = static_cast<uint64_t>(random.below(3))});
+    case kUnwanted:
+      return Payload()
+          .put(random.below(kRanks))
+          .put(random.below(3))
+          .put(static_cast<int64_t>(number));
+    case kDenied:
+      return Payload()
+          .put(static_cast<int64_t>(number))
+          .put(random.below(6))
+          .put(random.text())
+          .put(std::vector<int>{1});
+    case kOver:
+      return encoded(
+          End{ErrorKind::RankLost, {static_cast<int>(random.below(kRanks))}, "gone", kDataGrace});
+    default:
+      return Payload()
+          .put(static_cast<int64_t>(number))
+          .put(random.text())
+          .put(std::vector<int>{1});
+  }
+}
+
 double seconds() {
   const char* text = std::getenv("C10D_EXT_FUZZ_SECONDS");
   return text != nullptr ? std::atof(text) : 1.0;
 }
 
 bool is_time_left(Clock::time_point began) {
-  return std::chrono::duration<double>(Clock::now() - began).count() < seconds() / 4;
+  return std::chrono::duration<double>(Clock::now() - began).count() < seconds() / 5;
 }
 
 uint64_t seed() {
@@ -278,6 +321,67 @@ void a_leader_takes_anything() {
               static_cast<unsigned long long>(begun));
 }
 
+// Rank 1, with calls and messages of its own.
+void a_rank_takes_anything() {
+  Random random(seed() + 4);
+  const auto began = Clock::now();
+  uint64_t taken = 0, refused = 0, begun = 0, over = 0, failed = 0;
+  while (is_time_left(began)) {
+    const Roster roster({1, kRanks, "test"}, members());
+    OpenCalls calls(roster, std::chrono::seconds(1));
+    Participant rank(roster, calls, [](Says, const Payload&) {}, [](const Payload&) {}, [] {}, {});
+    uint64_t called = 0, posted = 0;
+    const auto call = [&](std::optional<int64_t> tag) {
+      OpenCall call{"op", tag, std::chrono::seconds(1), [&](uint64_t) { ++begun; },
+                    [&](const Failure&) { ++failed; }};
+      if (random.one_in(2)) {
+        call.receive = [&](uint64_t, const auto&) { ++over; };
+      }
+      return call;
+    };
+    for (int i = 0; i < 200; ++i) {
+      if (random.one_in(3)) {
+        calls.enter({}, call(std::nullopt));
+        ++called;
+      } else if (random.one_in(2)) {
+        Posted end{.sends = random.one_in(2),
+                   .peer = static_cast<int>(random.below(kRanks)),
+                   .tag = random.below(3),
+                   .bytes = static_cast<uint64_t>(random.below(3))};
+        auto message = call(end.tag);
+        if (end.sends && message.receive) {
+          end.data = std::string(end.bytes, 'x');
+        }
+        calls.enter_message(std::move(end), std::move(message));
+        ++posted;
+      }
+      const auto kind = static_cast<uint32_t>(random.one_in(3)   ? kWanted
+                                              : random.one_in(2) ? kGranted
+                                              : random.one_in(2) ? kGo
+                                                                 : 14 + random.below(26));
+      const auto last = kind == kGo ? called : posted;
+      const auto number = last - static_cast<uint64_t>(random.below(4));
+      const bool is_changed = random.one_in(4);
+      const std::string bytes = word(kind, number, random).bytes();
+      Payload words(is_changed ? changed(bytes, random) : bytes);
+      try {
+        rank.obey(kind, words);
+        ++taken;
+      } catch (const std::runtime_error&) {
+        ++refused;
+      }
+      rank.settle();
+      calls.take_news();
+    }
+    for (auto& left : calls.close()) {
+      left.call.fail(left.failure);
+    }
+  }
+  CHECK(taken > 0 && refused > 0 && begun > 0 && over > 0 && failed > 0);
+  std::printf("rank: %llu taken, %llu refused\n", static_cast<unsigned long long>(taken),
+              static_cast<unsigned long long>(refused));
+}
+
 void words_are_taken_apart_or_refused() {
   Random random(seed() + 1);
   const auto began = Clock::now();
@@ -356,9 +460,8 @@ void a_line_takes_anything() {
 }
 
 const std::vector<Test> kTests = {
-    TEST(a_coordinator_takes_anything),
-    TEST(a_leader_takes_anything),
-    TEST(words_are_taken_apart_or_refused),
+    TEST(a_coordinator_takes_anything), TEST(a_leader_takes_anything),
+    TEST(a_rank_takes_anything),        TEST(words_are_taken_apart_or_refused),
     TEST(a_line_takes_anything),
 };
 

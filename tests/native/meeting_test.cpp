@@ -63,6 +63,47 @@ class Door {
   const Deadline deadline_{kLong, [] {}};
 };
 
+// Sentences of any length, over a socket that takes little at a time.
+void what_a_connection_does_not_take_is_kept() {
+  std::array<int, 2> ends{};
+  CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends.data()) == 0);
+  const auto owned = [](int fd) {
+    const ForkGuard guard;
+    return FdOwner(fd, guard);
+  };
+  Connection speaker(owned(ends[0])), listener(owned(ends[1]));
+  const int little = 4096;
+  CHECK(setsockopt(speaker.fd(), SOL_SOCKET, SO_SNDBUF, &little, sizeof(little)) == 0);
+  const auto length = [](uint32_t i) { return i % 3 == 0 ? size_t{i} : size_t{i} * 10'000; };
+  const auto words = [&](uint32_t i) {
+    return std::string(length(i), static_cast<char>('a' + i % 26));
+  };
+  constexpr uint32_t kSentences = 30;
+  uint32_t heard = 0;
+  bool was_kept = false;
+  const auto hear = [&] {
+    CHECK(listener.listen(1'000'000));
+    while (const auto said = listener.next()) {
+      CHECK(said->kind == heard && said->words.bytes() == words(heard));
+      ++heard;
+    }
+  };
+  for (uint32_t i = 0; i < kSentences; ++i) {
+    speaker.say(i, Payload(words(i)));
+    was_kept |= speaker.has_unsent();
+    if (i % 5 == 0) {
+      hear();
+    }
+  }
+  CHECK(was_kept);
+  CHECK(eventually([&] {
+    speaker.flush();
+    hear();
+    return heard == kSentences;
+  }));
+  CHECK(!speaker.has_unsent());
+}
+
 // A rank 0 that says some words in one piece with its welcome. Its connections to rank 1. `near`:
 // which of the others are in its network.
 std::vector<Connection> welcomed(Store& store, const std::vector<bool>& near,
@@ -143,6 +184,7 @@ void the_next_leader_hears_and_tells_what_rank_0_cannot() {
 }
 
 const std::vector<Test> kTests = {
+    TEST(what_a_connection_does_not_take_is_kept),
     TEST(what_comes_with_the_welcome_is_heard),
     TEST(the_next_leader_hears_and_tells_what_rank_0_cannot),
 };

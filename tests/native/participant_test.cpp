@@ -1,6 +1,7 @@
 // What a rank makes of what it hears. Run without arguments it runs every test; with arguments,
 // those named.
 
+#include <algorithm>
 #include <chrono>
 #include <functional>
 #include <map>
@@ -15,6 +16,8 @@
 #include "backends/checked/last_words.h"
 #include "backends/checked/open_calls.h"
 #include "backends/checked/participant.h"
+#include "backends/checked/posted_messages.h"
+#include "backends/checked/rank_progress.h"
 #include "program.h"
 
 using namespace c10d_ext;
@@ -39,7 +42,7 @@ class Waiting {
     auto operation = call_.operation(summed(6), "mine");
     OpenCall call{operation.op, std::nullopt, kLong, operation.begin, operation.fail};
     call.receive = gives ? operation.receive : nullptr;
-    calls_.enter(kCalling, {}, std::move(call));
+    calls_.enter({}, std::move(call));
   }
   OpenCalls& operator*() {
     return calls_;
@@ -222,7 +225,7 @@ void data_that_is_no_messages_is_refused() {
     if (is_little) {
       call.receive = [&](uint64_t, const auto& data) { received = data; };
     }
-    calls.enter(kPosting, {}, std::move(call));
+    calls.enter_message({.peer = 2, .bytes = 4}, std::move(call));
     Payload words = Payload().put(1).put(2);
     put_data(words, "data");
     CHECK(is_refused([&] { rank.obey(kGranted, words); }) == !is_little);
@@ -231,11 +234,178 @@ void data_that_is_no_messages_is_refused() {
   }
 }
 
+// Rank 1 of three, which sends.
+class Sender {
+ public:
+  uint64_t send(int peer, const std::string& data, int64_t tag = 0, bool with_data = true) {
+    Posted posted{.sends = true, .peer = peer, .tag = tag, .bytes = data.size()};
+    if (with_data) {
+      posted.data = data;
+    }
+    const auto number = ++last_;
+    OpenCall call{"send", tag, kLong, [this, number](uint64_t) { over_.push_back(number); },
+                  [this, number](const Failure&) { failed_.push_back(number); }};
+    call.receive = [this, number](uint64_t, const auto&) { over_.push_back(number); };
+    calls_.enter_message(std::move(posted), std::move(call));
+    rank_.settle();
+    return number;
+  }
+  void hear(Says kind, Payload words) {
+    rank_.obey(kind, words);
+    rank_.settle();
+  }
+  // A receive of rank `rank` waits.
+  void want(int rank, uint64_t bytes, int64_t tag = 0, uint64_t number = 1) {
+    hear(kWanted,
+         encoded_wanted({.rank = rank, .number = number, .peer = 1, .tag = tag, .bytes = bytes}));
+  }
+  void grant(uint64_t number, int peer) {
+    Payload words = Payload().put(static_cast<int64_t>(number)).put(peer);
+    put_data(words, "");
+    hear(kGranted, words);
+  }
+  bool is_over(uint64_t number) const {
+    return std::count(over_.begin(), over_.end(), number) == 1;
+  }
+  bool has_failed(uint64_t number) const {
+    return std::count(failed_.begin(), failed_.end(), number) == 1;
+  }
+
+ private:
+  const Roster roster_ = roster_of(1, {"a", "b", "c"});
+  OpenCalls calls_{roster_, 2s};
+  Participant rank_{roster_, calls_, [](Says, const Payload&) {}, [](const Payload&) {}, [] {}, {}};
+  uint64_t last_ = 0;
+  std::vector<uint64_t> over_, failed_;
+};
+
+void what_is_wanted_is_over_once_it_is_said() {
+  Sender rank;
+  // Wanted before it is sent, or after.
+  rank.want(2, 4);
+  CHECK(rank.is_over(rank.send(2, "data")));
+  const auto second = rank.send(2, "data");
+  CHECK(!rank.is_over(second));
+  rank.want(2, 4);
+  CHECK(rank.is_over(second));
+  // What rank 0 says of them later changes nothing.
+  rank.grant(1, 2);
+  rank.grant(second, 2);
+  CHECK(rank.is_over(1) && rank.is_over(second));
+  // By another rank, or with another tag.
+  rank.want(0, 4);
+  rank.want(2, 4, 7);
+  const auto third = rank.send(2, "data");
+  CHECK(!rank.is_over(third));
+  rank.grant(third, 2);
+  CHECK(rank.is_over(third));
+  CHECK(rank.is_over(rank.send(0, "data")) && rank.is_over(rank.send(2, "data", 7)));
+  // No longer.
+  rank.want(2, 4, 0, 5);
+  rank.want(2, 4, 0, 6);
+  rank.hear(kUnwanted, Payload().put(2).put(0).put(5));
+  rank.hear(kUnwanted, Payload().put(0).put(0).put(6));
+  CHECK(rank.is_over(rank.send(2, "data")));
+  CHECK(!rank.is_over(rank.send(2, "data")));
+}
+
+void what_is_wanted_but_does_not_fit_waits_for_rank_0() {
+  Sender rank;
+  rank.want(2, 5);
+  const auto wrong = rank.send(2, "data");
+  rank.want(2, 4);
+  const auto right = rank.send(2, "data");
+  CHECK(!rank.is_over(wrong) && rank.is_over(right));
+  rank.hear(
+      kDenied,
+      Payload().put(static_cast<int64_t>(wrong)).put(0).put("no").put(std::vector<int>{1, 2}));
+  CHECK(rank.has_failed(wrong));
+  // So does what travels without its data.
+  rank.want(2, 4);
+  const auto large = rank.send(2, "data", 0, /*with_data=*/false);
+  rank.want(2, 4);
+  CHECK(!rank.is_over(large));
+  CHECK(rank.is_over(rank.send(2, "data")));
+  // One that rank 0 has answered is nobody's any more.
+  const auto given_up = rank.send(0, "data");
+  rank.hear(
+      kDenied,
+      Payload().put(static_cast<int64_t>(given_up)).put(0).put("no").put(std::vector<int>{1, 0}));
+  rank.want(0, 4);
+  CHECK(!rank.is_over(given_up) && rank.is_over(rank.send(0, "data")));
+}
+
+void wants_that_mean_nothing_are_refused() {
+  Sender rank;
+  const auto is_wrong = [&](Posted receive) {
+    return is_refused([&] { rank.hear(kWanted, encoded_wanted(receive)); });
+  };
+  const Posted right{.rank = 2, .number = 1, .peer = 1, .bytes = 4};
+  CHECK(!is_wrong(right));
+  for (const auto& change : std::vector<std::function<void(Posted&)>>{
+           [](auto& posted) { posted.rank = 1; }, [](auto& posted) { posted.rank = 3; },
+           [](auto& posted) { posted.rank = -1; }, [](auto& posted) { posted.peer = 0; },
+           [](auto& posted) { posted.sends = true; },
+           [](auto& posted) { posted.bytes = kLittleMessage + 1; }}) {
+    Posted wrong = right;
+    change(wrong);
+    CHECK(is_wrong(wrong));
+  }
+}
+
+// Rank 0, as three ranks tell it of their messages.
+void rank_0_tells_who_is_wanted() {
+  const Roster roster = roster_of(0, {"a", "b", "c"});
+  const RankProgress progress(roster);
+  std::vector<std::pair<int, Says>> told;
+  PostedMessages messages(roster, progress, [&](int rank, Says kind, const Payload&) {
+    told.emplace_back(rank, kind);
+  });
+  uint64_t number = 0;
+  using Told = std::vector<std::pair<int, Says>>;
+  const auto post = [&](int rank, bool sends, int peer, uint64_t bytes = 4, int64_t tag = 0) {
+    told.clear();
+    messages.add({.rank = rank,
+                  .number = ++number,
+                  .sends = sends,
+                  .peer = peer,
+                  .tag = tag,
+                  .bytes = bytes});
+    return told;
+  };
+  CHECK((post(2, false, 1) == Told{{1, kWanted}}));
+  CHECK((post(2, false, 1) == Told{{1, kWanted}}));
+  CHECK((post(2, false, 0) == Told{}));  // rank 0 knows
+  CHECK((post(0, false, 1) == Told{{1, kWanted}}));
+  CHECK((post(2, false, 1, kLittleMessage + 1) == Told{}));
+  CHECK((post(2, false, 1) == Told{}));  // the one before would have it
+  // The first from anybody: what is sent may be for that one.
+  CHECK((post(1, false, -1) == Told{}));
+  CHECK((post(1, false, 2) == Told{}));
+  CHECK((post(1, false, 2, 4, 9) == Told{{2, kWanted}}));
+  // There is one already.
+  CHECK((post(1, true, 0, 4, 3) == Told{}));
+  CHECK((post(0, false, 1, 4, 3) == Told{{1, kGranted}, {0, kGranted}}));
+  // They wait no longer.
+  const auto late = number + 1;
+  CHECK((post(2, false, 1, 4, 4) == Told{{1, kWanted}}));
+  told.clear();
+  messages.give_up(2, late, "must be done", {1});
+  CHECK((told == Told{{1, kUnwanted}, {2, kDenied}}));
+  told.clear();
+  messages.leave(0);
+  CHECK((told == Told{{1, kUnwanted}}));
+}
+
 const std::vector<Test> kTests = {
     TEST(what_rank_0_has_agreed_on_is_done_after_the_end),
     TEST(lost_ranks_are_told_of_at_once),
     TEST(what_is_broken_is_told_where_rank_0_is_lost),
     TEST(data_that_is_no_messages_is_refused),
+    TEST(what_is_wanted_is_over_once_it_is_said),
+    TEST(what_is_wanted_but_does_not_fit_waits_for_rank_0),
+    TEST(wants_that_mean_nothing_are_refused),
+    TEST(rank_0_tells_who_is_wanted),
 };
 
 }  // namespace

@@ -30,9 +30,6 @@ using Kind = ErrorKind;
 // one time after the other, and a thread that is woken in between takes more than it does.
 constexpr Milliseconds kLull{1};
 
-// Of so many messages that wait rank 0 holds the data.
-constexpr size_t kMostHeld = 64;
-
 thread_local bool agreeing_here = false;
 
 // While it lives, this thread does an agreement's work.
@@ -92,7 +89,9 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     OpenCall call{std::move(operation.op), std::nullopt, operation.timeout,
                   std::move(operation.begin), std::move(operation.fail)};
     call.receive = std::move(operation.receive);
-    return enter(kCalling, std::move(words), std::move(call));
+    return tell(std::move(call), [&](OpenCall entered) {
+      return calls_.enter(std::move(words), std::move(entered));
+    });
   }
 
   uint64_t post(Message message) {
@@ -100,10 +99,8 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
                   .peer = message.peer,
                   .tag = message.tag,
                   .bytes = message.bytes,
-                  .dtype = message.dtype};
-    if (calls_.waiting_messages() < kMostHeld) {
-      posted.data = std::move(message.data);
-    }
+                  .dtype = message.dtype,
+                  .data = std::move(message.data)};
     OpenCall call{
         std::string(name_of(message.sends ? OpType::Send : OpType::Recv)), message.tag,
         message.timeout,
@@ -115,7 +112,16 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
         receive(static_cast<int>(peer), data.front());
       };
     }
-    return enter(kPosting, encoded(posted), std::move(call));
+    return tell(std::move(call), [&](OpenCall entered) {
+      return calls_.enter_message(std::move(posted), std::move(entered));
+    });
+  }
+
+  size_t most_with_words(int peer) const {
+    const auto is_on_the_way = [this](int rank) { return roster_.are_on_one_machine(rank, 0); };
+    return is_on_the_way(roster_.place().rank) || (peer >= 0 && is_on_the_way(peer))
+               ? kLittleMessage
+               : kLittleOnDetour;
   }
 
   uint64_t count() const {
@@ -242,14 +248,15 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     }
   }
 
-  // Tells rank 0 of it, with its number after `words`.
-  uint64_t enter(Says kind, Payload words, OpenCall call) {
+  // Enters it by `enter`, and tells rank 0 of it. Its number.
+  template <class Enter>
+  uint64_t tell(OpenCall call, const Enter& enter) {
     if (is_foreign()) {
       call.fail(calls_.closed(call.op, 0, kForked));
       return 0;
     }
     const bool is_little = static_cast<bool>(call.receive);
-    auto [seq, failed] = calls_.enter(kind, std::move(words), std::move(call));
+    auto [seq, failed] = enter(std::move(call));
     if (failed) {
       failed->call.fail(failed->failure);
     } else if (!tell_here()) {
@@ -329,14 +336,18 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
 
   // Callers who are at it take in themselves what comes.
   Star::Ready wait(Clock::time_point until) {
-    const auto now = Clock::now();
-    is_aside_ = now < last_help_.load() + kLull;
-    if (!is_aside_) {
-      return duties_.star().wait(Star::Waiter::Thread, until);
+    for (;;) {
+      const auto lull = last_help_.load() + kLull;
+      is_aside_ = Clock::now() < lull;
+      if (!is_aside_) {
+        return duties_.star().wait(Star::Waiter::Thread, until);
+      }
+      auto ready = duties_.star().wait_aside(std::min(until, lull));
+      if (!ready.empty() || Clock::now() >= until) {
+        is_aside_ = false;
+        return ready;
+      }
     }
-    auto ready = duties_.star().wait_aside(std::min(until, now + kLull));
-    is_aside_ = false;
-    return ready;
   }
 
   // The thread's alone, once the group is being left.
@@ -415,6 +426,10 @@ uint64_t Agreement::count() const {
 
 bool Agreement::has_collectives() const {
   return impl_->has_collectives();
+}
+
+size_t Agreement::most_with_words(int peer) const {
+  return impl_->most_with_words(peer);
 }
 
 uint64_t Agreement::post(Message message) {

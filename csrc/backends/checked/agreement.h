@@ -53,7 +53,7 @@ class Agreement {
     std::function<void(int peer)> begin;
     // Instead of `begin`.
     std::function<void(const Failure&)> fail;
-    // A send's, where it is little: it may travel with what is said of it.
+    // A send's, of most_with_words() at most: it may travel with what is said of it.
     std::optional<std::string> data = std::nullopt;
     // Instead of `begin`, where the data did: here it is, or it has gone where this end sends. Of
     // every message of up to kLittleMessage bytes.
@@ -86,6 +86,8 @@ class Agreement {
   uint64_t count() const;
   // Whether some have been called that are not done.
   bool has_collectives() const;
+  // So many bytes of a message to `peer` may travel with what is said of it.
+  size_t most_with_words(int peer) const;
   // Its number among this rank's messages; the first is 1. What became of it after its begin() is
   // nobody's business here.
   uint64_t post(Message message);

@@ -100,6 +100,13 @@ bool has_tag(const Capabilities& inner, int64_t tag) {
          tag <= (inner.has_every_tag ? std::numeric_limits<int>::max() - 1 : kEveryMpis);
 }
 
+// So many bytes of a message may travel with what is said of it.
+size_t most_of_message(const Capabilities& inner, int64_t tag, std::optional<size_t> given) {
+  return inner.methods.has(Method::AllToAllSingle) && has_tag(inner, tag)
+             ? given.value_or(kLittleMessage)
+             : 0;
+}
+
 std::unique_ptr<Agreement> meet(const Rendezvous& expected, const Group& group,
                                 std::chrono::milliseconds timeout, const c10d::Backend& inner) {
   const auto* own = dynamic_cast<const InnerBackend*>(&inner);
@@ -275,7 +282,7 @@ CheckedBackend::WorkPtr CheckedBackend::agree(AgreedCall call) {
 
 CheckedBackend::WorkPtr CheckedBackend::post_message(const Message& message, const at::Tensor& wire,
                                                      Start start) {
-  const size_t most = has_tag(inner_can_, message.tag) ? piggyback_ : 0;
+  const size_t most = most_of_message(inner_can_, message.tag, piggyback_given_);
   auto begin = [inner = inner_, start = std::move(start)](int peer) { return start(*inner, peer); };
   auto started = start_granted(agreement_, group_, inner_info_,
                                {message, wire, most, timeout_, std::move(begin)});

@@ -114,9 +114,6 @@ class CallTable {
   bool is_message_waiting(uint64_t number) const {
     return messages_.count(number) != 0;
   }
-  size_t waiting_messages() const {
-    return messages_.size();
-  }
   // The last collective that all ranks have called, as far as is known.
   uint64_t agreed() const {
     return agreed_;

@@ -47,9 +47,7 @@ Duties::Clock::time_point Duties::work(const Star::Ready& ready) {
 
 Duties::Clock::time_point Duties::tell_news() {
   participant_.tell_news();
-  if (coordinator_ || relay_) {
-    settle();  // it may have been the last call
-  }
+  settle();  // it may have been the last call, or a message that was wanted
   return next_look();
 }
 

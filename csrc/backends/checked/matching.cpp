@@ -26,6 +26,19 @@ std::optional<Posted> Matching::match(const Posted& posted) {
   return found;
 }
 
+bool Matching::want(const Posted& receive) {
+  auto& receives = boxes_.at({receive.rank, receive.tag}).receives;
+  for (auto& earlier : receives) {
+    if (earlier.number == receive.number) {
+      return earlier.is_wanted = true;
+    }
+    if (!earlier.is_wanted && (earlier.peer < 0 || earlier.peer == receive.peer)) {
+      break;
+    }
+  }
+  return false;
+}
+
 const Posted* Matching::find(int rank, uint64_t number) const {
   for (const auto& [key, box] : boxes_) {
     for (const auto* ends : {&box.sends, &box.receives}) {

@@ -26,6 +26,8 @@ struct Posted {
   DType dtype = DType::Bytes;
   // Of a send, where it is little: it travels with what is said of it.
   std::optional<std::string> data = std::nullopt;
+  // Of a receive that waits: who is to send to it knows of it.
+  bool is_wanted = false;
 };
 
 // Ends of messages that wait for the other one. The messages from one rank to another with one tag
@@ -34,6 +36,9 @@ class Matching {
  public:
   // The other end, which waits no longer; or none, and this one waits for it.
   std::optional<Posted> match(const Posted& posted);
+  // Of a receive that waits from now on: whether the first message that is sent to it is its own,
+  // or that of another one that is wanted. Then it is wanted, too.
+  bool want(const Posted& receive);
 
   bool is_empty() const {
     return boxes_.empty();

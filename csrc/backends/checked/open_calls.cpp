@@ -10,28 +10,51 @@ OpenCalls::Clock::time_point after(OpenCalls::Milliseconds time) {
   return OpenCalls::Clock::now() + bounded(time);
 }
 
+// So many bytes of this rank's messages are on their way at a time, and may wait at rank 0.
+constexpr size_t kMostHeld = size_t{1} << 20;
+
 }  // namespace
 
 // --- From any thread ---------------------------------------------------------------------------
 
-std::pair<uint64_t, std::optional<OpenCalls::Failed>> OpenCalls::enter(Says kind, Payload words,
+std::optional<OpenCalls::Failed> OpenCalls::refuse(OpenCall& call, uint64_t seq) const {
+  if (!table_.end() && !leaving_) {
+    return std::nullopt;
+  }
+  auto failure = leaving_ ? closed(call.op, seq, kDestroyed) : table_.told(call.op, seq, call.tag);
+  return Failed{std::move(call), std::move(failure)};
+}
+
+std::pair<uint64_t, std::optional<OpenCalls::Failed>> OpenCalls::enter(Payload words,
                                                                        OpenCall call) {
-  const bool collective = kind == kCalling;
   const std::lock_guard lock(mutex_);
-  const uint64_t seq = collective ? ++count_ : ++posted_;
-  if (table_.end() || leaving_) {
-    auto failure =
-        leaving_ ? closed(call.op, seq, kDestroyed) : table_.told(call.op, seq, call.tag);
-    return {seq, Failed{std::move(call), std::move(failure)}};
+  const uint64_t seq = ++count_;
+  if (auto failed = refuse(call, seq)) {
+    return {seq, std::move(failed)};
   }
-  const bool has_data = collective && call.receive;
-  if (collective) {
-    table_.add_collective(seq, std::move(call));
-  } else {
-    table_.add_message(seq, std::move(call));
-  }
-  news_.push_back({seq, kind, words.put(static_cast<int64_t>(seq)), has_data});
+  const bool has_data = static_cast<bool>(call.receive);
+  table_.add_collective(seq, std::move(call));
+  news_.push_back({seq, kCalling, words.put(static_cast<int64_t>(seq)), has_data});
   return {seq, std::nullopt};
+}
+
+std::pair<uint64_t, std::optional<OpenCalls::Failed>> OpenCalls::enter_message(Posted posted,
+                                                                               OpenCall call) {
+  const std::lock_guard lock(mutex_);
+  posted.number = ++posted_;
+  if (auto failed = refuse(call, posted.number)) {
+    return {posted.number, std::move(failed)};
+  }
+  if (posted.data && sent_.bytes() + posted.data->size() > kMostHeld) {
+    posted.data.reset();
+  }
+  table_.add_message(posted.number, std::move(call));
+  if (posted.sends && sent_.add(posted)) {
+    table_.grant(posted.number, static_cast<uint64_t>(posted.peer), std::string());
+  }
+  news_.push_back(
+      {posted.number, kPosting, encoded(posted).put(static_cast<int64_t>(posted.number)), false});
+  return {posted.number, std::nullopt};
 }
 
 void OpenCalls::add_news(News news) {
@@ -73,11 +96,6 @@ bool OpenCalls::is_waiting(uint64_t seq) const {
 bool OpenCalls::is_message_waiting(uint64_t number) const {
   const std::lock_guard lock(mutex_);
   return table_.is_message_waiting(number);
-}
-
-size_t OpenCalls::waiting_messages() const {
-  const std::lock_guard lock(mutex_);
-  return table_.waiting_messages();
 }
 
 std::optional<Failure> OpenCalls::failure(const std::string& op, uint64_t seq,
@@ -181,7 +199,20 @@ void OpenCalls::take_answer(Asked asked, Difference who) {
 
 void OpenCalls::grant(uint64_t number, uint64_t peer, std::optional<std::string> data) {
   const std::lock_guard lock(mutex_);
+  sent_.settle(number);
   table_.grant(number, peer, std::move(data));
+}
+
+void OpenCalls::want(const Posted& receive) {
+  const std::lock_guard lock(mutex_);
+  if (const auto over = sent_.want(receive)) {
+    table_.grant(*over, static_cast<uint64_t>(receive.rank), std::string());
+  }
+}
+
+void OpenCalls::unwant(int rank, int64_t tag, uint64_t number) {
+  const std::lock_guard lock(mutex_);
+  sent_.unwant(rank, tag, number);
 }
 
 void OpenCalls::deny_collective(uint64_t seq, ErrorKind kind, const Difference& why) {
@@ -191,6 +222,7 @@ void OpenCalls::deny_collective(uint64_t seq, ErrorKind kind, const Difference& 
 
 void OpenCalls::deny_message(uint64_t number, ErrorKind kind, const Difference& why) {
   const std::lock_guard lock(mutex_);
+  sent_.settle(number);
   table_.deny_message(number, kind, why);
 }
 

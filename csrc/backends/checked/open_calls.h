@@ -19,6 +19,7 @@
 #include "backends/checked/call_table.h"
 #include "backends/checked/protocol.h"
 #include "backends/checked/roster.h"
+#include "backends/checked/sent_messages.h"
 #include "base/errors.h"
 #include "base/fingerprint.h"
 
@@ -49,9 +50,11 @@ class OpenCalls {
 
   // --- From any thread --------------------------------------------------------------------------
 
-  // Its number among this rank's collectives, or messages, which follows `words` in what is to be
-  // said; with its failure where the group is of no more use.
-  std::pair<uint64_t, std::optional<Failed>> enter(Says kind, Payload words, OpenCall call);
+  // Its number among this rank's collectives, which follows `words` in what is to be said; with its
+  // failure where the group is of no more use.
+  std::pair<uint64_t, std::optional<Failed>> enter(Payload words, OpenCall call);
+  // The same of one end of a message, whose data stays here where there is much on its way.
+  std::pair<uint64_t, std::optional<Failed>> enter_message(Posted posted, OpenCall call);
   void add_news(News news);
   // The data of number `seq` is there. Whether another one may begin now.
   bool done(uint64_t seq);
@@ -62,7 +65,6 @@ class OpenCalls {
   bool is_waiting(uint64_t seq) const;
   // The same of a message.
   bool is_message_waiting(uint64_t number) const;
-  size_t waiting_messages() const;
   // Why number `seq` cannot be done any more; waits that long for somebody to know it.
   std::optional<Failure> failure(const std::string& op, uint64_t seq, Milliseconds within) const;
   std::optional<End> end() const;
@@ -94,6 +96,9 @@ class OpenCalls {
   void take_answer(Asked asked, Difference who);
   // From here on the inner backend knows of the message, and of its end; or its data is here.
   void grant(uint64_t number, uint64_t peer, std::optional<std::string> data);
+  // A receive of another rank waits for a message of this one, or does so no longer.
+  void want(const Posted& receive);
+  void unwant(int rank, int64_t tag, uint64_t number);
   void deny_collective(uint64_t seq, ErrorKind kind, const Difference& why);
   void deny_message(uint64_t number, ErrorKind kind, const Difference& why);
   // The group is of no more use. The first reason stays.
@@ -111,6 +116,9 @@ class OpenCalls {
   void set_left();
 
  private:
+  // Where the group is of no more use: takes the call.
+  std::optional<Failed> refuse(OpenCall& call, uint64_t seq) const;
+
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
   // Guarded by mutex_ from here on.
@@ -122,6 +130,7 @@ class OpenCalls {
   // The answer once it is there.
   std::map<Asked, std::optional<Difference>> asked_;
   CallTable table_;
+  SentMessages sent_;
 };
 
 }  // namespace c10d_ext

@@ -63,6 +63,15 @@ void Participant::obey(uint32_t kind, Payload& words) {
       calls_.deny_message(number, kind, {text, words.numbers<int>()});
       break;
     }
+    case kWanted:
+      calls_.want(take_wanted(words, roster_.place().rank, roster_.place().size));
+      break;
+    case kUnwanted: {
+      const auto rank = static_cast<int>(words.number());
+      const auto tag = words.number();
+      calls_.unwant(rank, tag, static_cast<uint64_t>(words.number()));
+      break;
+    }
     case kAwaited: {
       const auto question = static_cast<Says>(words.number());
       const auto number = static_cast<uint64_t>(words.number());

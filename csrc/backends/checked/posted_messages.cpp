@@ -19,6 +19,11 @@ PostedMessages::PostedMessages(const Roster& roster, const RankProgress& progres
 void PostedMessages::add(const Posted& posted) {
   const auto other = matching_.match(posted);
   if (!other) {
+    // Rank 0 itself need not be told.
+    if (!posted.sends && posted.peer > 0 && posted.bytes <= kLittleMessage &&
+        matching_.want(posted)) {
+      tell_(posted.peer, kWanted, encoded_wanted(posted));
+    }
     deny_those_without_peers();
     return;
   }
@@ -77,8 +82,18 @@ void PostedMessages::deny_those_without_peers() {
   }
 }
 
+void PostedMessages::unwant(const Posted& posted) {
+  if (posted.is_wanted) {
+    tell_(posted.peer, kUnwanted,
+          Payload().put(posted.rank).put(posted.tag).put(static_cast<int64_t>(posted.number)));
+  }
+}
+
 void PostedMessages::leave(int rank) {
-  matching_.take_out([&](const Posted& posted) { return posted.rank == rank; });
+  for (const auto& posted :
+       matching_.take_out([&](const Posted& posted) { return posted.rank == rank; })) {
+    unwant(posted);
+  }
   deny_those_without_peers();
 }
 
@@ -86,6 +101,7 @@ void PostedMessages::give_up(int rank, uint64_t number, const std::string& why,
                              const std::vector<int>& ranks) {
   for (const auto& posted :
        matching_.take_out([&](const Posted& p) { return p.rank == rank && p.number == number; })) {
+    unwant(posted);
     deny(posted, Kind::Timeout, {"the " + text_of_message(posted.tag) + " " + why, ranks});
   }
 }

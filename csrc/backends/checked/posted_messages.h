@@ -40,6 +40,8 @@ class PostedMessages {
 
  private:
   void deny(const Posted& posted, ErrorKind kind, const Difference& why);
+  // It waits no longer: tells who was told that it does.
+  void unwant(const Posted& posted);
   // Ranks that left post nothing more.
   void deny_those_without_peers();
   // Whom a message can come from, or go to.

@@ -126,6 +126,21 @@ Posted take_posted(Payload& words) {
   return posted;
 }
 
+Payload encoded_wanted(const Posted& receive) {
+  return encoded(receive).put(static_cast<int64_t>(receive.number)).put(receive.rank);
+}
+
+Posted take_wanted(Payload& words, int sender, int ranks) {
+  Posted receive = take_posted(words);
+  receive.number = static_cast<uint64_t>(words.number());
+  receive.rank = static_cast<int>(within(words.number(), 0, ranks - 1));
+  if (receive.sends || receive.peer != sender || receive.rank == sender ||
+      receive.bytes > kLittleMessage) {
+    throw std::runtime_error("a receive that wants nothing of this rank");
+  }
+  return receive;
+}
+
 Payload encoded(const End& end) {
   return Payload()
       .put(static_cast<int64_t>(end.kind))

@@ -12,6 +12,9 @@
 //                                      <- Granted: who has the other, and the data where it came
 //                                         along; once the other is there
 //                                      <- Denied: why not
+//                                      <- Wanted: by whose receive, that nobody has sent to, if
+//                                         little: what is sent to it is over once it is said;
+//                                         Unwanted: it waits no longer
 //   Late, Broken, Overdue: what is
 //   the matter                         ->
 //   Asking: who has not called it      ->
@@ -72,7 +75,9 @@ enum Says : uint32_t {
   kDoomed,
   kBeat,
   kRelaying,
-  kSevered
+  kSevered,
+  kWanted,
+  kUnwanted
 };
 
 // Why a group is of no more use.
@@ -117,10 +122,15 @@ void put_all_data(Payload& words, const std::vector<std::string>& data);
 std::vector<std::string> take_all_data(Payload& words, int ranks);
 
 // So many bytes of a message travel with what is said of it at most: they go by rank 0.
-constexpr size_t kLittleMessage = 4096;
+constexpr size_t kLittleMessage = 262144;
+// Where neither end is on rank 0's host, so that they go from host to host twice.
+constexpr size_t kLittleOnDetour = 4096;
 // But for its rank and number.
 Payload encoded(const Posted& posted);
 Posted take_posted(Payload& words);
+// A receive, which waits for rank `sender` of `ranks`.
+Payload encoded_wanted(const Posted& receive);
+Posted take_wanted(Payload& words, int sender, int ranks);
 
 Payload encoded(const End& end);
 End take_end(Payload& words);

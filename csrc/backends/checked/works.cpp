@@ -300,6 +300,9 @@ class GrantedWork final : public RequestWork {
   bool is_begun() const {
     return own_.status() != WorkStatus::Queued;
   }
+  bool is_over() const {
+    return own_.settled();
+  }
 
   // Of one that is over it would end the group.
   void abort() override {
@@ -464,7 +467,8 @@ StartedMessage start_granted(const std::shared_ptr<Agreement>& agreement, const 
         work->fail(std::current_exception());
       }
     };
-    if (message.sends && end.bytes <= call.most && call.wire.is_contiguous()) {
+    const size_t most = std::min(call.most, agreement->most_with_words(end.peer));
+    if (message.sends && end.bytes <= most && call.wire.is_contiguous()) {
       end.data.emplace(static_cast<const char*>(call.wire.const_data_ptr()), end.bytes);
     }
   }
@@ -485,21 +489,16 @@ StartedMessage start_granted(const std::shared_ptr<Agreement>& agreement, const 
     return std::make_exception_ptr(wait_timed_out(op, place, 0, timeout, awaited));
   };
   // While a message waits for its other end, who waits for it takes in what comes.
-  const auto ends_soon = [agreement, work, bytes = message.tensor.nbytes(),
-                          number = work->getSequencenumber()] {
-    constexpr size_t kSoonThere = 65536;  // once both ends are
-    constexpr Milliseconds kLook{50};     // for Ctrl-C
-    if (bytes > kSoonThere) {
-      return false;
-    }
+  const auto help = [agreement, work, number = work->getSequencenumber()] {
+    constexpr Milliseconds kLook{50};  // for Ctrl-C
     without_gil([&] {
       while (!work->is_begun() && agreement->help_message(number, Clock::now() + kLook)) {
         check_signals();
       }
     });
-    return work->is_begun();
+    return work->is_over();
   };
-  return {adapt_blocking_work(work, Explanations{inner.name, failed, ends_soon, late}), work};
+  return {adapt_blocking_work(work, OnWait{inner.name, failed, help, late}), work};
 }
 
 }  // namespace c10d_ext

@@ -1,0 +1,73 @@
+#include "backends/checked/sent_messages.h"
+
+#include <algorithm>
+
+namespace c10d_ext {
+
+SentMessages::End SentMessages::end_of(const Posted& posted) {
+  return {posted.number, posted.bytes, posted.dtype, posted.data.has_value()};
+}
+
+bool SentMessages::is_over(const End& send, const End& receive) {
+  return send.has_data && send.bytes == receive.bytes && send.dtype == receive.dtype;
+}
+
+bool SentMessages::add(const Posted& send) {
+  const Key key{send.peer, send.tag};
+  const size_t data = send.data ? send.data->size() : 0;
+  open_.emplace(send.number, Open{key, data});
+  bytes_ += data;
+  auto& [sends, receives] = channels_[key];
+  if (receives.empty()) {
+    sends.push_back(end_of(send));
+    return false;
+  }
+  const bool over = is_over(end_of(send), receives.front());
+  receives.pop_front();
+  tidy(key);
+  return over;
+}
+
+std::optional<uint64_t> SentMessages::want(const Posted& receive) {
+  const Key key{receive.rank, receive.tag};
+  auto& [sends, receives] = channels_[key];
+  if (sends.empty()) {
+    receives.push_back(end_of(receive));
+    return std::nullopt;
+  }
+  const End send = sends.front();
+  sends.pop_front();
+  tidy(key);
+  return is_over(send, end_of(receive)) ? std::optional(send.number) : std::nullopt;
+}
+
+void SentMessages::unwant(int rank, int64_t tag, uint64_t number) {
+  const Key key{rank, tag};
+  if (const auto found = channels_.find(key); found != channels_.end()) {
+    std::erase_if(found->second.receives, [&](const End& end) { return end.number == number; });
+    tidy(key);
+  }
+}
+
+void SentMessages::settle(uint64_t number) {
+  const auto found = open_.find(number);
+  if (found == open_.end()) {
+    return;
+  }
+  const Key key = found->second.key;
+  bytes_ -= found->second.data;
+  open_.erase(found);
+  if (const auto channel = channels_.find(key); channel != channels_.end()) {
+    std::erase_if(channel->second.sends, [&](const End& end) { return end.number == number; });
+    tidy(key);
+  }
+}
+
+void SentMessages::tidy(const Key& key) {
+  const auto& [sends, receives] = channels_[key];
+  if (sends.empty() && receives.empty()) {
+    channels_.erase(key);
+  }
+}
+
+}  // namespace c10d_ext
