@@ -101,7 +101,7 @@ def test_every_dtype_and_layout(backend: str, size: int) -> None:
     verify(size, _every_dtype_and_layout, backend=backend, deadline=DEADLINE)
 
 
-# Bytes. Where ranks agree on messages, those of up to 4096 or 262144, by where the ranks are, travel
+# Bytes. Where ranks agree on messages, those of up to 4096 or 262144, by where the ranks are, go
 # with what is said of them.
 SIZES = (4096, 0, 4097, 1, 262144, 4095, 262145, 4096)
 

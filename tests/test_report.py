@@ -849,9 +849,16 @@ def test_times_of_algorithms_between_hosts() -> None:
     # Rank 0 hears from each of the others before.
     busy = dataclasses.replace(HOSTS, per_rank=1e-6).times("all_reduce", 8, 8)
     assert all(busy[name] == pytest.approx(small[name] + 7e-6) for name in small)
-    assert "piggyback" in HOSTS.times("all_reduce", 8, 4096)
-    assert "piggyback" not in HOSTS.times("all_reduce", 8, 4097)
-    assert "piggyback" not in HOSTS.times("all_reduce", 64, 65)  # rank 0 would send 63 times 4 KiB
+    assert "piggyback" in HOSTS.times("all_reduce", 8, 8192)
+    assert "piggyback" not in HOSTS.times("all_reduce", 8, 8193)
+    assert "piggyback" in HOSTS.times("all_reduce", 64, 1024)
+    # Rank 0 would send 127 times 2 KiB.
+    assert "piggyback" in HOSTS.times("all_reduce", 128, 16)
+    assert "piggyback" not in HOSTS.times("all_reduce", 128, 17)
+    # Of a broadcast the root's alone counts, and goes from its host to each other one.
+    assert "piggyback" not in HOSTS.times("broadcast", 16, (64 << 10) + 1)
+    told = HOSTS.times("broadcast", 16, 64 << 10)["piggyback"]
+    assert told == pytest.approx(10e-6 + 3 * (64 << 10) / 1e9)
     # Of an all_gather the larger buffer has what all ranks give.
     assert "piggyback" in HOSTS.times("all_gather_into_tensor", 8, 32768)
     # An exchange sends each byte once, whoever does it: half of it stays here.

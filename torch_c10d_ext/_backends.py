@@ -27,7 +27,6 @@ _PREFIX = "TORCH_C10D_EXT_SHM_"
 _DEFAULT_ARENA = (2 << 20) - (4 << 10)
 _MAX_ARENA = 1 << 30
 _MAX_US = 10**9
-_MAX_PIGGYBACK = 65536  # what the agreement takes
 # How long the end of the process waits for collectives that nobody waited for.
 _GRACE = dt.timedelta(seconds=1)
 # What threads that waited for one have to hear that its group is closed, in seconds.
@@ -83,7 +82,7 @@ def piggyback_bytes(environment: Mapping[str, str] = os.environ) -> int | None:
     None: as many as is usual for a group of its size.
     """
     text = environment.get(f"{_PREFIX}PIGGYBACK", "")
-    return _number("PIGGYBACK", text, 0, at_most=_MAX_PIGGYBACK) if text else None
+    return _number("PIGGYBACK", text, 0, at_most=_C.MOST_PIGGYBACK) if text else None
 
 
 def _number(name: str, text: str, default: int, at_least: int = 0, *, at_most: int) -> int:

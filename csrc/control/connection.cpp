@@ -17,6 +17,7 @@ Payload& Payload::put(int64_t number) {
 }
 
 Payload& Payload::put(const std::string& text) {
+  reserve(sizeof(int64_t) + text.size());
   put(static_cast<int64_t>(text.size()));
   bytes_ += text;
   return *this;

@@ -30,6 +30,11 @@ class Payload {
     return *this;
   }
 
+  // That so many bytes more will be put.
+  void reserve(size_t bytes) {
+    bytes_.reserve(bytes_.size() + bytes);
+  }
+
   // Throw std::runtime_error where there is no such thing left.
   int64_t number();
   std::string text();

@@ -27,7 +27,7 @@ def _moved(group: Any) -> int:
 
 def _travels(given: int | None) -> None:
     rank, n = dist.get_rank(), dist.get_world_size()
-    most = _C.usual_piggyback(n) if given is None else given
+    most = _C.usual_piggyback(n, by_leaders=False) if given is None else given
     with fallen_back(piggyback=given) as group:
         fits = most // n // 4  # elements of float32 on each rank
         before = _moved(group)
@@ -39,9 +39,10 @@ def _travels(given: int | None) -> None:
         dist.broadcast(y, n - 1, group=group)
         assert torch.equal(y, torch.full((3,), n - 1, dtype=torch.bfloat16))
         # Of a broadcast the root's data travels, once, and not a copy for each rank.
-        z = torch.arange(fits, dtype=torch.float32) * (rank + 1)
-        assert torch.equal(functional.broadcast(z, n - 1, group) + 0, n * torch.arange(fits))
-        assert torch.equal(z, (rank + 1) * torch.arange(fits))
+        whole = most // 4
+        z = torch.arange(whole, dtype=torch.float32) * (rank + 1)
+        assert torch.equal(functional.broadcast(z, n - 1, group) + 0, n * torch.arange(whole))
+        assert torch.equal(z, (rank + 1) * torch.arange(whole))
         dist.barrier(group)
         # Uneven parts: rank r sends 1 + q elements to rank q.
         sent = torch.full((n * (n + 1) // 2,), rank)
@@ -49,11 +50,11 @@ def _travels(given: int | None) -> None:
         assert (parts + 0).tolist() == [q for q in range(n) for _ in range(rank + 1)]
         # Even parts up to the same size as what is not cut.
         each = fits // n
-        whole = torch.arange(n * each, dtype=torch.float32) + rank
+        cut = torch.arange(n * each, dtype=torch.float32) + rank
         own = torch.arange(rank * each, (rank + 1) * each)
-        got = functional.reduce_scatter_tensor(whole, "sum", 0, group) + 0
+        got = functional.reduce_scatter_tensor(cut, "sum", 0, group) + 0
         assert torch.equal(got, n * own + float(sum(range(n))))
-        got = functional.all_to_all_single(whole, None, None, group) + 0
+        got = functional.all_to_all_single(cut, None, None, group) + 0
         assert torch.equal(got, torch.cat([own + float(q) for q in range(n)]))
         assert _moved(group) == before, "gloo was asked"
         large = functional.all_reduce(torch.ones(fits + 1), "sum", group) + 0
@@ -61,14 +62,17 @@ def _travels(given: int | None) -> None:
         assert _moved(group) == before + 1
 
 
-@pytest.mark.parametrize(("size", "given"), [(2, 4096), (3, None), (2, 65536)])
+@pytest.mark.parametrize(("size", "given"), [(2, 4096), (3, None), (2, 262144)])
 def test_little_data_travels_with_the_calls(size: int, given: int | None) -> None:
     run(size, _travels, given, backend="gloo")
 
 
 def test_what_is_little_is_less_where_ranks_are_many() -> None:
     assert _backends.piggyback_bytes({}) is None
-    assert [_C.usual_piggyback(n) for n in (0, 1, 8, 64, 4096)] == [32768, 32768, 32768, 4096, 64]
+    by_root = [_C.usual_piggyback(n, by_leaders=False) for n in (0, 1, 8, 64, 4096)]
+    assert by_root == [32768, 32768, 32768, 4096, 64]
+    by_leaders = [_C.usual_piggyback(n, by_leaders=True) for n in (0, 1, 2, 8, 64)]
+    assert by_leaders == [131072, 131072, 131072, 32768, 4096]
 
 
 def _one_rank_has_more() -> None:
@@ -194,8 +198,8 @@ def test_callbacks_may_call_the_next() -> None:
     run(2, _calls_back, backend="gloo")
 
 
-@pytest.mark.parametrize("text", ["-1", "65537", "4k"])
+@pytest.mark.parametrize("text", ["-1", "262145", "4k"])
 def test_the_setting_is_checked(text: str) -> None:
-    with pytest.raises(ValueError, match=f"_PIGGYBACK: must be .* 0 to 65536, got '{text}'"):
+    with pytest.raises(ValueError, match=f"_PIGGYBACK: must be .* 0 to 262144, got '{text}'"):
         _backends.shm_settings({"TORCH_C10D_EXT_SHM_PIGGYBACK": text})
     assert "TORCH_C10D_EXT_SHM_PIGGYBACK" not in os.environ

@@ -102,9 +102,22 @@ void little_data_travels_with_the_calls() {
   for (auto& each : none) {
     CHECK(each.failure().kind == Kind::Mismatch && !each.has_begun() && each.received().empty());
   }
+  // Of a broadcast one rank has all of the data.
+  auto root = of(OpType::Broadcast);
+  root.root = 1;
+  std::vector<Call> whole(3);
+  for (int rank = 0; rank < 3; ++rank) {
+    ranks[rank].call(whole[static_cast<size_t>(rank)].operation(
+        root, rank == 1 ? std::string(kMostData, 'w') : std::string()));
+  }
+  for (int rank = 0; rank < 3; ++rank) {
+    CHECK(whole[static_cast<size_t>(rank)].begun() == 4);
+    CHECK(whole[static_cast<size_t>(rank)].received()[1] == std::string(kMostData, 'w'));
+    ranks[rank].done(4);
+  }
   // More than may travel ends the line to the rank that sends it.
   Call much;
-  ranks[1].call(much.operation(summed(6), std::string(65536, 'x')));
+  ranks[1].call(much.operation(summed(6), std::string(kMostData / 3 + kMostHeading + 1, 'x')));
   CHECK(much.failure().kind == Kind::RankLost);
 }
 
@@ -385,6 +398,12 @@ void little_messages_travel_with_what_is_said_of_them() {
   post_little(ranks, 1, 2, next, 'z', 0, kCount);
   post_receive(ranks, 2, 1, taken, 0, kCount);
   CHECK(taken.data() == std::string(kLittleMessage, 'z'));
+}
+
+void so_many_are_told_by_one() {
+  Ranks hosts({"a", "b", "a", "c"}), alone(3);
+  CHECK(hosts[3].has_leaders() && hosts[3].told_by_one() == 2);
+  CHECK(!alone[1].has_leaders() && alone[1].told_by_one() == 3);
 }
 
 void so_much_goes_by_rank_0() {
@@ -939,6 +958,7 @@ const std::vector<Test> kTests = {
     TEST(both_ends_of_a_message_begin),
     TEST(messages_meet_in_the_order_of_their_calls),
     TEST(little_messages_travel_with_what_is_said_of_them),
+    TEST(so_many_are_told_by_one),
     TEST(so_much_goes_by_rank_0),
     TEST(who_waits_for_a_message_takes_in_what_comes),
     TEST(from_anybody_the_first_to_send_is_taken),

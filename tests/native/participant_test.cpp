@@ -386,6 +386,13 @@ void rank_0_tells_who_is_wanted() {
   // There is one already.
   CHECK((post(1, true, 0, 4, 3) == Told{}));
   CHECK((post(0, false, 1, 4, 3) == Told{{1, kGranted}, {0, kGranted}}));
+  // Whatever their numbers are.
+  number -= 1;
+  CHECK((post(1, false, 2, 4, 11) == Told{{2, kWanted}}));
+  number -= 1;
+  CHECK((post(1, false, -1, 4, 12) == Told{}));
+  number -= 1;
+  CHECK((post(1, false, 2, 4, 12) == Told{}));
   // They wait no longer.
   const auto late = number + 1;
   CHECK((post(2, false, 1, 4, 4) == Told{{1, kWanted}}));

@@ -35,8 +35,9 @@ class Topology:
     small one by a tree. ``"leaders"`` has one rank of each host between them.
     ``"whole"`` is an all_reduce inside and then one of everything on every rail. Before each of
     these the ranks agree at rank 0, a round trip. ``"piggyback"`` is data that travels with the
-    calls, up to 32 KiB of all ranks (256 KiB / ranks beyond 8): from host to host on up to 16, else
-    to rank 0 and from there to all ranks.
+    calls: from host to host on up to 16, up to 128 KiB of all ranks, 256 KiB divided by those of a
+    host beyond 2; else to rank 0 and from there to all ranks, up to 32 KiB, 256 KiB divided by all
+    ranks beyond 8.
 
     Args:
         ranks_per_host: as many on every host; the last one may have fewer.
@@ -116,13 +117,20 @@ class Topology:
         agreement = 2 * far.latency + (ranks - 1) * self.per_rank
         steps = _steps(traffic.pattern, ranks) * self.per_step
         times = {"flat": agreement + steps + self._between(op, ranks, flat, 2 * flat)}
-        data = ranks * traffic.pattern.buffers(ranks, size)[0]
-        if traffic.pattern is not Pattern.MESSAGE and data <= _C.usual_piggyback(ranks):
-            if hosts <= _C.MOST_LEADERS:
-                # Each host's link takes in what the others have.
-                times["piggyback"] = (
-                    agreement - far.latency + data * (ranks - here) / ranks / far.bandwidth
-                )
+        # What all contribute, and a leader to each other one.
+        data = (
+            size
+            if traffic.pattern is Pattern.BROADCAST
+            else ranks * (traffic.pattern.buffers(ranks, size)[0])
+        )
+        own = size if traffic.pattern is Pattern.BROADCAST else data * here / ranks
+        by_leaders = hosts <= _C.MOST_LEADERS
+        most = _C.usual_piggyback(here if by_leaders else ranks, by_leaders)
+        if traffic.pattern is not Pattern.MESSAGE and data <= most:
+            if by_leaders:
+                # Its link takes in what the other hosts have, and takes its own to each.
+                link = max(data - data * here / ranks, own * (hosts - 1)) / far.bandwidth
+                times["piggyback"] = agreement - far.latency + link
             else:
                 # Rank 0 sends it to each rank on another host.
                 times["piggyback"] = agreement + (ranks - here) * data / far.bandwidth

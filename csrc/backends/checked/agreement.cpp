@@ -117,6 +117,17 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     });
   }
 
+  bool has_leaders() const {
+    return !roster_.hosts().empty();
+  }
+  size_t told_by_one() const {
+    size_t most = has_leaders() ? 0 : static_cast<size_t>(roster_.place().size);
+    for (const auto& ranks : roster_.hosts()) {
+      most = std::max(most, ranks.size());
+    }
+    return most;
+  }
+
   size_t most_with_words(int peer) const {
     const auto is_on_the_way = [this](int rank) { return roster_.are_on_one_machine(rank, 0); };
     return is_on_the_way(roster_.place().rank) || (peer >= 0 && is_on_the_way(peer))
@@ -426,6 +437,14 @@ uint64_t Agreement::count() const {
 
 bool Agreement::has_collectives() const {
   return impl_->has_collectives();
+}
+
+bool Agreement::has_leaders() const {
+  return impl_->has_leaders();
+}
+
+size_t Agreement::told_by_one() const {
+  return impl_->told_by_one();
 }
 
 size_t Agreement::most_with_words(int peer) const {

@@ -86,6 +86,10 @@ class Agreement {
   uint64_t count() const;
   // Whether some have been called that are not done.
   bool has_collectives() const;
+  // Whether leaders of hosts tell their ranks what all have called, and not rank 0 everybody; and
+  // how many ranks one tells at most, itself among them.
+  bool has_leaders() const;
+  size_t told_by_one() const;
   // So many bytes of a message to `peer` may travel with what is said of it.
   size_t most_with_words(int peer) const;
   // Its number among this rank's messages; the first is 1. What became of it after its begin() is

@@ -85,11 +85,12 @@ Capabilities capabilities_outside(Capabilities inside) {
   return inside;
 }
 
-// What is little, in bytes of all ranks together; `given`: by the user.
-size_t most_little(const Capabilities& inner, std::optional<size_t> given, size_t ranks) {
-  return inner.methods.has(Method::AllToAllSingle)
-             ? std::min(given.value_or(usual_piggyback(ranks)), kMostData)
-             : 0;
+// `given`: by the user.
+Little little_of(const Capabilities& inner, std::optional<size_t> given,
+                 const Agreement& agreement) {
+  const size_t usual = usual_piggyback(agreement.told_by_one(), agreement.has_leaders());
+  const bool can = inner.methods.has(Method::AllToAllSingle);
+  return {can ? std::min(given.value_or(usual), kMostData) : 0, usual};
 }
 
 // Whether the backend has the tag, as far as is known. Others are for it to refuse, whatever a
@@ -146,13 +147,13 @@ CheckedBackend::CheckedBackend(c10::intrusive_ptr<c10d::Backend> inner,
       inner_can_(capabilities_inside(*inner_)),
       little_can_(capabilities_for_little(inner_can_)),
       piggyback_given_(piggyback),
-      piggyback_(most_little(inner_can_, piggyback, static_cast<size_t>(size_))),
       can_(capabilities_outside(inner_can_)),
       inner_info_{counted_as.empty() ? inner_->getBackendName() : counted_as,
                   inner_can_.futures == Capabilities::Futures::Always},
       group_({}, options.group_name, rank_, size_),
       agreement_(meet(Rendezvous(group_, store_, global_ranks_, options.backend), group_,
                       options.timeout, *inner_)),
+      little_(little_of(inner_can_, piggyback, *agreement_)),
       known_group_(
           known_group(global_ranks_, [a = agreement_](int rank) { return a->gone(rank); })) {
   OpenGroups<Agreement>::of_this_process().add(agreement_);
@@ -211,14 +212,14 @@ AgreedCall CheckedBackend::agreed_call(string_view op, Milliseconds timeout, Fin
   const auto kept = std::make_shared<HeldRequest>(std::move(request));
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   AgreedCall call{op, std::move(called), timeout, {}, is_quick(*kept)};
-  const bool is_little = reduces_little(*kept, group_, piggyback_);
-  call.called.manner = manner_of(*kept, group_, piggyback_);
+  const bool is_little = reduces_little(*kept, group_, little_.most);
+  call.called.manner = manner_of(*kept, group_, little_);
   call.begin = [kept, adapter = inner(op, timeout, is_little)] {
     return lowering::start(adapter, *kept);
   };
   // What is read now is what it is to read only where nothing is in flight that may write it.
   if (!agreement_->has_collectives()) {
-    call.piggyback = piggyback_of(*kept, group_, piggyback_);
+    call.piggyback = piggyback_of(*kept, group_, little_.most);
   }
   return call;
 }
@@ -468,7 +469,8 @@ void bind_checked(pybind11::module_& m) {
            py::arg("piggyback") = py::none())
       .def_property_readonly("inner", &CheckedBackend::inner_backend,
                              "The backend that does the work.");
-  m.def("usual_piggyback", &usual_piggyback, py::arg("ranks"));
+  m.def("usual_piggyback", &usual_piggyback, py::arg("told"), py::arg("by_leaders"));
+  m.attr("MOST_PIGGYBACK") = kMostData;
   m.attr("MOST_LEADERS") = kMostLeaders;
   m.def("close_checked_groups", &CheckedBackend::close_all, py::arg("grace"),
         py::call_guard<py::gil_scoped_release>());

@@ -26,17 +26,13 @@ std::optional<Posted> Matching::match(const Posted& posted) {
   return found;
 }
 
-bool Matching::want(const Posted& receive) {
-  auto& receives = boxes_.at({receive.rank, receive.tag}).receives;
-  for (auto& earlier : receives) {
-    if (earlier.number == receive.number) {
-      return earlier.is_wanted = true;
-    }
-    if (!earlier.is_wanted && (earlier.peer < 0 || earlier.peer == receive.peer)) {
-      break;
-    }
-  }
-  return false;
+bool Matching::want_last(int rank, int64_t tag) {
+  auto& receives = boxes_.at({rank, tag}).receives;
+  Posted& last = receives.back();
+  last.is_wanted = std::none_of(receives.begin(), std::prev(receives.end()), [&](const Posted& o) {
+    return !o.is_wanted && (o.peer < 0 || o.peer == last.peer);
+  });
+  return last.is_wanted;
 }
 
 const Posted* Matching::find(int rank, uint64_t number) const {

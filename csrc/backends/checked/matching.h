@@ -36,9 +36,9 @@ class Matching {
  public:
   // The other end, which waits no longer; or none, and this one waits for it.
   std::optional<Posted> match(const Posted& posted);
-  // Of a receive that waits from now on: whether the first message that is sent to it is its own,
-  // or that of another one that is wanted. Then it is wanted, too.
-  bool want(const Posted& receive);
+  // Of the last receive with this tag that waits at a rank, from a rank that it names: whether each
+  // one before it that could take the same messages is wanted. Then so is this one.
+  bool want_last(int rank, int64_t tag);
 
   bool is_empty() const {
     return boxes_.empty();

@@ -178,12 +178,12 @@ bool reduces_little(const HeldRequest& request, const Group& group, size_t most)
          bytes_of_all(request.sources) * static_cast<size_t>(group.size()) <= most;
 }
 
-std::string manner_of(const HeldRequest& request, const Group& group, size_t most) {
-  const size_t usual = usual_piggyback(static_cast<size_t>(group.size()));
-  if (most == usual || !reduces_little(request, group, std::max(most, usual))) {
+std::string manner_of(const HeldRequest& request, const Group& group, const Little& little) {
+  if (little.most == little.usual ||
+      !reduces_little(request, group, std::max(little.most, little.usual))) {
     return {};
   }
-  return " with TORCH_C10D_EXT_SHM_PIGGYBACK=" + std::to_string(most);
+  return " with TORCH_C10D_EXT_SHM_PIGGYBACK=" + std::to_string(little.most);
 }
 
 Capabilities capabilities_for_little(Capabilities inner) {
@@ -199,7 +199,8 @@ std::optional<Piggyback> piggyback_of(const HeldRequest& request, const Group& g
   if (most == 0 || request.type == OpType::SparseAllReduce) {
     return std::nullopt;
   }
-  const auto ranks = static_cast<size_t>(group.size());
+  // Of a broadcast the root's data travels alone.
+  const auto ranks = request.type == OpType::Broadcast ? 1 : static_cast<size_t>(group.size());
   const bool is_little =
       request.type == OpType::Barrier ||
       (bytes_of_all(request.sources) * ranks <= most && bytes_of_all(request.outs) <= most);

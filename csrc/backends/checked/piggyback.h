@@ -24,12 +24,20 @@ struct Piggyback {
   std::function<void(const std::vector<std::string>& data)> receive;
 };
 
-// What is little, in bytes of all ranks together, unless the user says otherwise. Rank 0 sends as
-// much to each rank: what that is together is bounded, too.
-constexpr size_t usual_piggyback(size_t ranks) {
-  constexpr size_t kMost = size_t{32} << 10, kMostSent = size_t{256} << 10;
-  return std::min(kMost, kMostSent / std::max<size_t>(ranks, 1));
+// What is little, in bytes of all ranks together, unless the user says otherwise. Who has heard of
+// all sends as much to each rank that it tells: what that is together is bounded, too. `told`:
+// those of a host by their leader, or all by rank 0.
+constexpr size_t usual_piggyback(size_t told, bool by_leaders) {
+  constexpr size_t kMostSent = size_t{256} << 10;
+  const size_t most = size_t{by_leaders ? 128U : 32U} << 10;
+  return std::min(most, kMostSent / std::max<size_t>(told, 1));
 }
+
+// So many bytes of all ranks together are little, and as many would be without a setting.
+struct Little {
+  size_t most;
+  size_t usual;
+};
 
 // Whether values are reduced that are little: `most` bytes of all ranks together at most. The same
 // on all ranks. Whatever moves them, they are reduced in the order of ranks, on each rank, so that
@@ -37,7 +45,7 @@ constexpr size_t usual_piggyback(size_t ranks) {
 bool reduces_little(const HeldRequest& request, const Group& group, size_t most);
 // What ranks must agree on where that is other than usual: on this rank it may be little, or on one
 // with the usual setting.
-std::string manner_of(const HeldRequest& request, const Group& group, size_t most);
+std::string manner_of(const HeldRequest& request, const Group& group, const Little& little);
 // How `inner` is used for those: as piggyback_of() does without it.
 Capabilities capabilities_for_little(Capabilities inner);
 

@@ -21,7 +21,7 @@ void PostedMessages::add(const Posted& posted) {
   if (!other) {
     // Rank 0 itself need not be told.
     if (!posted.sends && posted.peer > 0 && posted.bytes <= kLittleMessage &&
-        matching_.want(posted)) {
+        matching_.want_last(posted.rank, posted.tag)) {
       tell_(posted.peer, kWanted, encoded_wanted(posted));
     }
     deny_those_without_peers();

@@ -63,7 +63,9 @@ Calling take_call(Payload& words, int ranks) {
     throw std::runtime_error("a call of another group");
   }
   call.data = take_data(words);
-  if (call.data && call.data->size() > kMostData / static_cast<size_t>(ranks) + kMostHeading) {
+  // Of a broadcast the root's alone.
+  const size_t of_all = call.called.op_type == OpType::Broadcast ? 1 : static_cast<size_t>(ranks);
+  if (call.data && call.data->size() > kMostData / of_all + kMostHeading) {
     throw std::runtime_error("a call with too much data");
   }
   call.seq = static_cast<uint64_t>(words.number());
@@ -82,6 +84,11 @@ std::optional<std::string> take_data(Payload& words) {
 }
 
 void put_all_data(Payload& words, const std::vector<std::string>& data) {
+  size_t bytes = sizeof(int64_t);
+  for (const auto& one : data) {
+    bytes += sizeof(int64_t) + one.size();
+  }
+  words.reserve(bytes);
   words.put(static_cast<int64_t>(data.size()));
   for (const auto& one : data) {
     words.put(one);

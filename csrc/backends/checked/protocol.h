@@ -111,7 +111,7 @@ struct Calling {
 Calling take_call(Payload& words, int ranks);
 
 // So many bytes of all ranks together travel with calls at most, whatever is set.
-constexpr size_t kMostData = 65536;
+constexpr size_t kMostData = 262144;
 // Beside the share of each rank, so that all collectives are little up to the same size.
 constexpr size_t kMostHeading = 8;
 // The data that travels with a call, where it does.
