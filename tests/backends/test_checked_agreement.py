@@ -35,6 +35,12 @@ def test_what_a_rank_makes_of_what_it_hears() -> None:
     assert output.endswith("tests passed\n")
 
 
+def test_what_goes_over_which_line() -> None:
+    output = build.run(build.build("duties_test", build.SOURCES))
+    print(output)
+    assert output.endswith("tests passed\n")
+
+
 def test_what_is_heard_over_lines_is_checked() -> None:
     output = build.run(build.build("fuzz_lines_test", build.SOURCES))
     print(output)

@@ -1,0 +1,167 @@
+// What a rank does with its lines to other ranks, the other ends of which are here. Run without
+// arguments it runs every test; with arguments, those named.
+
+#include <sys/socket.h>
+
+#include <array>
+#include <map>
+#include <optional>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "agreement_ranks.h"
+#include "backends/checked/duties.h"
+#include "backends/checked/open_calls.h"
+#include "backends/checked/protocol.h"
+#include "backends/checked/roster.h"
+#include "control/connection.h"
+#include "program.h"
+
+using namespace c10d_ext;
+using namespace std::chrono_literals;
+using Clock = Duties::Clock;
+
+namespace {
+
+Roster roster_of(int rank, const std::vector<std::string>& hosts) {
+  std::vector<Member> members;
+  for (const auto& host : hosts) {
+    members.push_back({this_process(), host, host, host});
+  }
+  return {{rank, static_cast<int>(hosts.size()), "test"}, std::move(members)};
+}
+
+// One rank, and the other ends of its lines.
+class Rank {
+ public:
+  Rank(int rank, const std::vector<std::string>& hosts, const std::vector<int>& peers)
+      : roster_(roster_of(rank, hosts)),
+        calls_(roster_, 2s),
+        duties_(roster_, calls_, connect(hosts.size(), peers), {}, {}) {}
+
+  // Calls a collective with data of its own.
+  void call(Call& call) {
+    auto operation = call.operation(summed(6), "mine");
+    OpenCall entered{operation.op, std::nullopt, kLong, operation.begin, operation.fail};
+    entered.receive = operation.receive;
+    auto words = encoded(operation.called);
+    put_data(words, operation.data);
+    calls_.enter(std::move(words), std::move(entered));
+    work();
+  }
+  void work() {
+    duties_.work(duties_.star().everything());
+  }
+  Clock::time_point next_beat() const {
+    return duties_.star().next_beat();
+  }
+  void say(int peer, Says kind, const Payload& words) {
+    ends_.at(peer).say(kind, words);
+    work();
+  }
+  // What the rank has said to a peer since; none where it has closed the line.
+  std::optional<std::vector<uint32_t>> heard_by(int peer) {
+    auto& end = ends_.at(peer);
+    if (!end.listen(4096)) {
+      return std::nullopt;
+    }
+    std::vector<uint32_t> kinds;
+    while (const auto said = end.next()) {
+      kinds.push_back(said->kind);
+    }
+    return kinds;
+  }
+
+ private:
+  std::vector<Connection> connect(size_t size, const std::vector<int>& peers) {
+    std::vector<Connection> lines(size);
+    for (const int peer : peers) {
+      std::array<int, 2> ends{};
+      CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends.data()) == 0);
+      const ForkGuard guard;
+      lines[static_cast<size_t>(peer)] = Connection(FdOwner(ends[0], guard));
+      ends_.emplace(peer, FdOwner(ends[1], guard));
+    }
+    return lines;
+  }
+
+  std::map<int, Connection> ends_;
+  const Roster roster_;
+  OpenCalls calls_;
+  Duties duties_;
+};
+
+using Kinds = std::vector<uint32_t>;
+
+// Rank 0's host and two others.
+const std::vector<std::string> kHosts{"a", "a", "b", "b", "c", "c"};
+
+void heartbeats_go_where_nobody_else_would_notice() {
+  const auto beats = [](int rank, const std::vector<int>& peers) {
+    Rank own(rank, kHosts, peers);
+    CHECK(own.next_beat() < Clock::now() + kLong);
+    std::this_thread::sleep_until(own.next_beat());
+    own.work();
+    std::vector<int> who;
+    for (const int peer : peers) {
+      const auto heard = own.heard_by(peer);
+      CHECK(heard.has_value());
+      if (!heard->empty()) {
+        CHECK(*heard == Kinds{kBeat});
+        who.push_back(peer);
+      }
+    }
+    return who;
+  };
+  CHECK((beats(0, {1, 2, 3, 4, 5}) == std::vector<int>{2, 3, 4, 5}));
+  // A leader, which is rank 0's host's, too: rank 0 hears of that link itself.
+  CHECK((beats(2, {0, 1, 3, 4}) == std::vector<int>{0, 4}));
+  CHECK((beats(4, {0, 2, 5}) == std::vector<int>{0, 2}));
+  CHECK((beats(3, {0, 2}) == std::vector<int>{0}));
+  // None at all.
+  CHECK(Rank(1, kHosts, {0, 2}).next_beat() == Clock::time_point::max());
+}
+
+Payload go(uint64_t seq) {
+  Payload words = Payload().put(static_cast<int64_t>(seq));
+  put_all_data(words, std::vector<std::string>(kHosts.size(), "data"));
+  return words;
+}
+
+void the_word_to_go_is_rank_0s_and_the_own_leaders() {
+  for (const int from : {0, 2}) {
+    Call call;
+    Rank rank(3, kHosts, {0, 2});
+    rank.call(call);
+    CHECK((rank.heard_by(0) == Kinds{kCalling} && rank.heard_by(2) == Kinds{kCalling}));
+    rank.say(from, kGo, go(1));
+    CHECK(call.begun() == 1 && call.received()[5] == "data");
+  }
+  // The next host's leader is there for rank 0's host, but does not lead it. A leader has nobody's
+  // word but rank 0's.
+  for (const auto& [self, peers, stranger] :
+       std::vector<std::tuple<int, std::vector<int>, int>>{{1, {0, 2}, 2}, {4, {0, 2, 5}, 2}}) {
+    Call call;
+    Rank rank(self, kHosts, peers);
+    rank.call(call);
+    rank.say(stranger, kGo, go(1));
+    CHECK(!call.has_begun());
+    CHECK(!rank.heard_by(stranger));
+    rank.say(0, kGo, go(1));
+    CHECK(call.begun() == 1);
+  }
+}
+
+const std::vector<Test> kTests = {
+    TEST(heartbeats_go_where_nobody_else_would_notice),
+    TEST(the_word_to_go_is_rank_0s_and_the_own_leaders),
+};
+
+}  // namespace
+
+int main(int count, char** names) {
+  return run_tests(kTests, count, names);
+}
