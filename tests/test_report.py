@@ -896,16 +896,24 @@ def test_what_a_host_moves_may_take_longer_than_its_link() -> None:
 def test_steps_take_time_beside_their_data() -> None:
     slow = dataclasses.replace(HOSTS, per_step=1.0)
     for op, by_rails, flat in (  # of 4 hosts of 4 ranks
-        ("all_reduce", 2 + 2 * 3, 2 * 15),  # inside before and after; around a ring, twice
-        ("all_gather_into_tensor", 1 + 3, 15),
-        ("reduce_scatter_tensor", 1 + 3, 15),
+        ("all_reduce", 2 + 2, 2 * 15),  # inside before and after; to all and back, or around a ring
+        ("all_gather_into_tensor", 1 + 1, 15),
+        ("reduce_scatter_tensor", 1 + 1, 15),
         ("all_to_all_single", 1 + 1, 1),
         ("broadcast", 1 + 2, 4),  # along a tree
     ):
         before, after = HOSTS.times(op, 16, 1 << 20), slow.times(op, 16, 1 << 20)
         assert after["rails"] == pytest.approx(before["rails"] + by_rails), op
         assert after["flat"] == pytest.approx(before["flat"] + flat), op
-    assert slow.times("all_reduce", 16, 8)["whole"] == pytest.approx(1 + 2 * 3, rel=0.01)
+    assert slow.times("all_reduce", 16, 8)["whole"] == pytest.approx(1 + 1, rel=0.01)
+    # All_reduces of several parts, and all with more hosts, go around a ring of hosts.
+    for op, ranks, size, ring in (
+        ("all_reduce", 16, 2 << 20, 2 + 2 * 3),
+        ("all_reduce", 68, 1 << 20, 2 + 2 * 16),
+        ("all_gather_into_tensor", 68, 1 << 20, 1 + 16),
+    ):
+        before, after = HOSTS.times(op, ranks, size), slow.times(op, ranks, size)
+        assert after["rails"] == pytest.approx(before["rails"] + ring), op
     little = "piggyback"
     assert slow.times("all_reduce", 8, 8)[little] == HOSTS.times("all_reduce", 8, 8)[little]
 

@@ -400,5 +400,5 @@ def test_the_report_counts_the_whole_and_what_goes_between(engine: str, tmp_path
     whole, between = rows[f"shm+{engine}"], rows[engine]
     assert whole.calls > 30 and whole.bytes > 0 and whole.busy > 0
     assert whole.waited is not None and whole.waited > 0
-    # An all_reduce of gradients is one between hosts at least; losses travel with their calls.
-    assert 20 < between.calls < whole.calls and 0 < between.bytes < whole.bytes
+    # An all_reduce of gradients is some messages between hosts; losses travel with their calls.
+    assert between.calls > 20 and 0 < between.bytes < 2 * whole.bytes  # sent and received

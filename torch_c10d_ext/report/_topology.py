@@ -22,6 +22,16 @@ def _steps(pattern: Pattern, members: int) -> int:
     return 1 if pattern is Pattern.ALL_TO_ALL else math.ceil(math.log2(members))
 
 
+def _steps_on_rails(pattern: Pattern, hosts: int, parts: int) -> int:
+    """The same between hosts, few of which send to each other all at once."""
+    if hosts <= _C.MOST_LEADERS:
+        if pattern in (Pattern.ALL_GATHER, Pattern.REDUCE_SCATTER):
+            return 1
+        if pattern is Pattern.ALL_REDUCE and parts == 1:
+            return 2
+    return _steps(pattern, hosts)
+
+
 @dataclass(frozen=True)
 class Topology:
     """Hosts with a link each to one switch, and ranks that fill one host after the other.
@@ -31,8 +41,9 @@ class Topology:
 
     ``"flat"`` is a ring over all ranks, of which each host's link carries one rank's part.
     ``"rails"`` reduces and gathers inside each host, and has one group for each place in a host
-    between them, in up to 8 parts at once; a large broadcast goes from host to host in up to 32, a
-    small one by a tree. ``"leaders"`` has one rank of each host between them.
+    between them, in up to 8 parts at once; on up to 16 hosts data goes on it from each rank to each
+    other one, but for all_reduces of several parts. A large broadcast goes from host to host in up
+    to 32, a small one by a tree. ``"leaders"`` has one rank of each host between them.
     ``"whole"`` is an all_reduce inside and then one of everything on every rail. Before each of
     these the ranks agree at rank 0, a round trip. ``"piggyback"`` is data that travels with the
     calls: from host to host on up to 16, up to 128 KiB of all ranks, 256 KiB divided by those of a
@@ -136,21 +147,25 @@ class Topology:
                 times["piggyback"] = agreement + (ranks - here) * data / far.bandwidth
         if here == 1 or traffic.pattern is Pattern.MESSAGE:
             return times
-        begin = agreement + (_steps(traffic.pattern, hosts) + 1) * self.per_step
         between = self._between(op, hosts, across, 2 * across)
         inside = near.seconds(op, here, traffic.wire_of_larger(here, size))
         parts = min(max(int(size) // _PART, 1), _PARTS)
+        begin = agreement + self.per_step
+        steps = _steps(traffic.pattern, hosts) * self.per_step
+        on_rails = begin + _steps_on_rails(traffic.pattern, hosts, parts) * self.per_step
         in_parts = max(between, inside) + min(between, inside) / parts
         if traffic.pattern is Pattern.ALL_REDUCE:
-            times["rails"] = begin + self.per_step + in_parts
+            times["rails"] = on_rails + self.per_step + in_parts
             reduced = 2 * near.seconds("broadcast", here, size)
-            times["leaders"] = begin + self.per_step + between + reduced
+            times["leaders"] = begin + steps + self.per_step + between + reduced
+            if hosts <= _C.MOST_LEADERS:  # to each other host
+                across, steps = (hosts - 1) * size, self.per_step
             whole = self._between(op, hosts, across * here, 2 * across * here)
-            times["whole"] = begin + inside + whole
+            times["whole"] = begin + steps + inside + whole
         elif traffic.pattern is Pattern.ALL_TO_ALL:
-            times["rails"] = begin + max(between, inside)
+            times["rails"] = on_rails + max(between, inside)
         elif traffic.pattern in (Pattern.ALL_GATHER, Pattern.REDUCE_SCATTER):
-            times["rails"] = begin + in_parts
+            times["rails"] = on_rails + in_parts
         elif traffic.pattern is Pattern.BROADCAST:
             parts = min(max(int(size) // _CHAIN_PART, 1), _CHAIN_PARTS)
             tree, chain = math.ceil(math.log2(hosts)), 1 + (hosts - 2) / parts
@@ -159,9 +174,9 @@ class Topology:
             # A host on the way takes in everything and passes it on.
             moved = min(hosts - 1, 2) * size
             between = self._between(op, hosts, chain * size, moved)
-            times["rails"] = begin + between + inside / parts
+            times["rails"] = on_rails + between + inside / parts
         else:
-            times["rails"] = begin + between + inside
+            times["rails"] = on_rails + between + inside
         return times
 
     def _between(self, op: str, members: int, wire: float, moved: float) -> float:

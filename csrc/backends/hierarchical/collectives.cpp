@@ -6,11 +6,13 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <optional>
 #include <string_view>
 #include <utility>
 #include <vector>
 
+#include "backends/hierarchical/rail_messages.h"
 #include "base/memory.h"
 #include "base/reduction.h"
 
@@ -115,6 +117,28 @@ void all_reduce_over_rails(const Parts& parts, const at::Tensor& t, const Reduct
   }
 }
 
+// The same of one part, whose share goes by messages.
+void all_reduce_by_messages(const Parts& parts, const at::Tensor& t, const Reduction& reduction) {
+  constexpr string_view op = "all_reduce";
+  // Little is reduced as a whole, and so is what is no element for each rank.
+  const int64_t here = parts.hosts.count_here();
+  const int64_t share = static_cast<int64_t>(t.nbytes()) <= kSmall ? 0 : t.numel() / here;
+  const at::Tensor whole = t.narrow(0, 0, share * here);
+  const at::Tensor own = at::empty({share}, t.options());
+  Step gathered;
+  if (share != 0) {
+    parts.local.start(CollectiveRequest::reduce_scatter(op, whole, own, reduction)).wait();
+    all_reduce_on_rail(parts, own, reduction.op);
+    gathered = parts.local.start(CollectiveRequest::all_gather(op, own, whole));
+  }
+  const at::Tensor rest = t.narrow(0, share * here, t.numel() - share * here);
+  if (rest.numel() != 0) {
+    parts.local.start(CollectiveRequest::all_reduce(op, rest, rest, reduction)).wait();
+    all_reduce_on_rail(parts, rest, reduction.op);
+  }
+  gathered.wait();
+}
+
 void all_reduce_by_leaders(const Parts& parts, const at::Tensor& t, const Reduction& reduction) {
   constexpr string_view op = "all_reduce";
   if (parts.local.is_there()) {
@@ -136,6 +160,8 @@ void all_reduce(const Parts& parts, const InnerCollective& what) {
     all_reduce_by_leaders(parts, t, reduction);
   } else if (!parts.local.is_there()) {
     parts.rail.start(CollectiveRequest::all_reduce(op, t, t, reduction)).wait();
+  } else if (goes_by_messages(parts) && parts_of(t.nbytes()) == 1) {
+    all_reduce_by_messages(parts, t, reduction);
   } else if (static_cast<int64_t>(t.nbytes()) <= kSmall) {
     parts.local.start(CollectiveRequest::all_reduce(op, t, t, reduction)).wait();
     parts.rail.start(CollectiveRequest::all_reduce(op, t, t, reduction)).wait();
@@ -249,18 +275,36 @@ void all_gather_over_rails(const Parts& parts, const at::Tensor& in, const at::T
   struct Pipe {
     at::Tensor column;
     Tensors rows, outs;
-    Step between, inside;
+    std::vector<Step> between;
+    Step inside;
   };
   std::vector<Pipe> pipes;
   each_piece(in.numel(), parts_of(out.nbytes()), [&](int64_t offset, int64_t count) {
+    const auto tag = static_cast<int>(pipes.size());
     Pipe& pipe = pipes.emplace_back();
-    pipe.column = at::empty({parts.hosts.count(), count}, in.options());
-    pipe.between = parts.rail.start(
-        CollectiveRequest::all_gather(op, in.narrow(0, offset, count), pipe.column));
-    for (size_t place = 0; place < hosts[0].size(); ++place) {
-      for (const auto& ranks : hosts) {
-        if (&ranks != &parts.hosts.ranks_here()) {
-          pipe.outs.push_back(rows.select(0, ranks[place]).narrow(0, offset, count));
+    const auto row_of = [&](int64_t host, size_t place) {
+      return rows.select(0, hosts[static_cast<size_t>(host)][place]).narrow(0, offset, count);
+    };
+    const at::Tensor own = in.narrow(0, offset, count);
+    const auto place = static_cast<size_t>(parts.hosts.place());
+    const bool by_messages = goes_by_messages(parts);
+    if (by_messages) {
+      pipe.between = receive_from_all(parts, tag, [&](int host) { return row_of(host, place); });
+      auto sent = send_to_all(parts, tag, [&](int /*host*/) { return own; });
+      std::move(sent.begin(), sent.end(), std::back_inserter(pipe.between));
+    } else {
+      pipe.column = at::empty({parts.hosts.count(), count}, in.options());
+      pipe.between.push_back(parts.rail.start(CollectiveRequest::all_gather(op, own, pipe.column)));
+    }
+    for (int64_t host = 0; host < parts.hosts.count(); ++host) {
+      if (host != parts.hosts.host()) {
+        pipe.rows.push_back(by_messages ? row_of(host, place) : pipe.column.select(0, host));
+      }
+    }
+    for (size_t from = 0; from < hosts[0].size(); ++from) {
+      for (int64_t host = 0; host < parts.hosts.count(); ++host) {
+        if (host != parts.hosts.host()) {
+          pipe.outs.push_back(row_of(host, from));
         }
       }
     }
@@ -271,12 +315,7 @@ void all_gather_over_rails(const Parts& parts, const at::Tensor& in, const at::T
   }
   Step own = parts.local.start(CollectiveRequest::all_gather_parts(op, in, here));
   for (auto& pipe : pipes) {
-    pipe.between.wait();
-    for (const auto& ranks : hosts) {
-      if (&ranks != &parts.hosts.ranks_here()) {
-        pipe.rows.push_back(pipe.column.select(0, &ranks - hosts.data()));
-      }
-    }
+    wait(pipe.between);
     pipe.inside = parts.local.start(CollectiveRequest::all_gather_parts(op, pipe.rows, pipe.outs));
   }
   own.wait();
@@ -320,13 +359,19 @@ void reduce_scatter_over_rails(const Parts& parts, const at::Tensor& in, const a
   struct Pipe {
     Tensors sources;
     at::Tensor column, out;
-    Step inside, between;
+    Step inside;
+    std::vector<Step> between;
+    std::optional<Reducing> reducing;
   };
   std::vector<Pipe> pipes;
   each_piece(out.numel(), parts_of(in.nbytes()), [&](int64_t offset, int64_t count) {
+    const auto tag = static_cast<int>(pipes.size());
     Pipe& pipe = pipes.emplace_back();
     pipe.out = out.narrow(0, offset, count);
     pipe.column = at::empty({parts.hosts.count(), count}, in.options());
+    if (goes_by_messages(parts)) {
+      pipe.reducing.emplace(parts, tag, pipe.out);
+    }
     for (size_t place = 0; place < hosts[0].size(); ++place) {
       for (const auto& ranks : hosts) {
         pipe.sources.push_back(rows.select(0, ranks[place]).narrow(0, offset, count));
@@ -337,11 +382,21 @@ void reduce_scatter_over_rails(const Parts& parts, const at::Tensor& in, const a
   });
   for (auto& pipe : pipes) {
     pipe.inside.wait();
-    pipe.between =
-        parts.rail.start(CollectiveRequest::reduce_scatter(op, pipe.column, pipe.out, reduction));
+    if (pipe.reducing) {
+      pipe.between = send_to_all(parts, static_cast<int>(&pipe - pipes.data()),
+                                 [&](int host) { return pipe.column.select(0, host); });
+    } else {
+      pipe.between.push_back(parts.rail.start(
+          CollectiveRequest::reduce_scatter(op, pipe.column, pipe.out, reduction)));
+    }
   }
   for (auto& pipe : pipes) {
-    pipe.between.wait();
+    if (pipe.reducing) {
+      pipe.reducing->finish(pipe.column.select(0, parts.hosts.host()), reduction.op);
+    }
+  }
+  for (auto& pipe : pipes) {
+    wait(pipe.between);
   }
 }
 
