@@ -326,8 +326,12 @@ void all_gather_over_rails(const Parts& parts, const at::Tensor& in, const at::T
 
 void all_gather(const Parts& parts, const InnerCollective& what) {
   constexpr string_view op = "all_gather";
-  const at::Tensor in = flat(what.source);
   const at::Tensor& out = what.out;
+  // In another rank's row it would be overwritten before all have it.
+  const int own_rank = parts.hosts.ranks_here()[static_cast<size_t>(parts.hosts.place())];
+  const at::Tensor row = rows_of(out, parts.size).select(0, own_rank);
+  const bool is_in_place = what.source.const_data_ptr() == row.const_data_ptr();
+  const at::Tensor in = flat(is_in_place ? what.source : apart_from(what.source, out));
   if (parts.hosts.is_even() && parts.local.is_there()) {
     all_gather_over_rails(parts, in, out);
     return;
