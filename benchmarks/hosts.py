@@ -129,9 +129,9 @@ def model_of(layout: str, link: dict[str, Any], cases: list[dict[str, Any]]) -> 
     """The topology that the link and the smallest all_reduce say this is.
 
     The rate is that of all hosts at once; what 8 B take beyond one way is the leaders', and a step
-    of a ring what gloo takes for them. A step of ours is a fourth of what an all_reduce of 64 KiB
-    takes beyond that, of four hosts an eighth. What hosts send and receive at most is what they did
-    in those of 4 and 16 MiB, the middle of both.
+    of a ring what gloo takes for them. What an all_reduce of 64 KiB takes beyond that is the time
+    of its steps. What hosts send and receive at most is what they did in those of 4 and 16 MiB, the
+    middle of both, where that is less than their links carry.
     """
     hosts, ranks = LAYOUTS[layout]
     n = hosts * ranks
@@ -145,18 +145,28 @@ def model_of(layout: str, link: dict[str, Any], cases: list[dict[str, Any]]) -> 
         between=Link(latency=link["latency"], bandwidth=link["together"], hop=hop),
         per_rank=per_rank,
     )
-    steps = 2 * (hosts - 1) + 2
     if STEPS in sums:
         beyond = _ours(sums[STEPS]) - model.times("all_reduce", n, STEPS)["rails"]
-        model = dataclasses.replace(model, per_step=max(0.0, beyond / steps))
+        model = dataclasses.replace(model, per_step=max(0.0, beyond / _steps(model, n, STEPS)))
     rates = [
-        4 * (hosts - 1) / hosts * size / (_ours(sums[size]) - steps * model.per_step)
+        4
+        * (hosts - 1)
+        / hosts
+        * size
+        / (_ours(sums[size]) - _steps(model, n, size) * model.per_step)
         for size in LARGE
         if size in sums
     ]
-    if rates:
+    if rates and statistics.geometric_mean(rates) < 0.9 * 2 * link["together"]:
         model = dataclasses.replace(model, host_bandwidth=statistics.geometric_mean(rates))
     return model
+
+
+def _steps(model: Topology, ranks: int, size: int) -> float:
+    """How many an all_reduce takes."""
+    slow, free = (dataclasses.replace(model, per_step=each) for each in (1.0, 0.0))
+    difference = slow.times("all_reduce", ranks, size)["rails"]
+    return difference - free.times("all_reduce", ranks, size)["rails"]
 
 
 def _ours(case: dict[str, Any]) -> float:

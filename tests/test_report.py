@@ -893,6 +893,17 @@ def test_what_a_host_moves_may_take_longer_than_its_link() -> None:
     assert busy.times("all_reduce", 4, size) == HOSTS.times("all_reduce", 4, size)  # one host
 
 
+def test_leaders_move_little_data() -> None:
+    busy = dataclasses.replace(HOSTS, host_bandwidth=1e6)
+    # Of 16 ranks with 1 KiB each: of 3 hosts and to them, and to 3 ranks beside.
+    moved = (3 * 4 + 3 * 4 + 3 * 16) * 1024
+    slow = busy.times("all_reduce", 16, 1024)["piggyback"]
+    assert slow == pytest.approx(10e-6 + moved / 1e6)
+    # The root's own, to 3 hosts and to 3 ranks.
+    told = busy.times("broadcast", 16, 1024)["piggyback"]
+    assert told == pytest.approx(10e-6 + (3 + 3) * 1024 / 1e6)
+
+
 def test_steps_take_time_beside_their_data() -> None:
     slow = dataclasses.replace(HOSTS, per_step=1.0)
     for op, by_rails, flat in (  # of 4 hosts of 4 ranks

@@ -128,20 +128,21 @@ class Topology:
         agreement = 2 * far.latency + (ranks - 1) * self.per_rank
         steps = _steps(traffic.pattern, ranks) * self.per_step
         times = {"flat": agreement + steps + self._between(op, ranks, flat, 2 * flat)}
-        # What all contribute, and a leader to each other one.
-        data = (
-            size
-            if traffic.pattern is Pattern.BROADCAST
-            else ranks * (traffic.pattern.buffers(ranks, size)[0])
-        )
-        own = size if traffic.pattern is Pattern.BROADCAST else data * here / ranks
+        # What all contribute; a leader says its host's and hears the others', a root's hears none.
+        data = ranks * traffic.pattern.buffers(ranks, size)[0]
+        said, heard = data * here / ranks, data * (ranks - here) / ranks
+        if traffic.pattern is Pattern.BROADCAST:
+            data, said, heard = size, size, 0.0
         by_leaders = hosts <= _C.MOST_LEADERS
         most = _C.usual_piggyback(here if by_leaders else ranks, by_leaders)
         if traffic.pattern is not Pattern.MESSAGE and data <= most:
             if by_leaders:
-                # Its link takes in what the other hosts have, and takes its own to each.
-                link = max(data - data * here / ranks, own * (hosts - 1)) / far.bandwidth
-                times["piggyback"] = agreement - far.latency + link
+                # To each other host, and everything to its own ranks.
+                link = max(heard, said * (hosts - 1)) / far.bandwidth
+                moved = heard + said * (hosts - 1) + data * (here - 1)
+                times["piggyback"] = (
+                    agreement - far.latency + max(link, moved / self.host_bandwidth)
+                )
             else:
                 # Rank 0 sends it to each rank on another host.
                 times["piggyback"] = agreement + (ranks - here) * data / far.bandwidth
