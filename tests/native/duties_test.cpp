@@ -52,6 +52,24 @@ class Rank {
     calls_.enter(std::move(words), std::move(entered));
     work();
   }
+  // Sends a message. Whether it is over.
+  bool send(int peer, std::string data) {
+    bool is_over = false;
+    OpenCall call{"send", 0, kLong, [](uint64_t) { CHECK(false); },
+                  [](const Failure&) { CHECK(false); }};
+    call.receive = [&](uint64_t, const auto&) { is_over = true; };
+    Posted posted{.sends = true, .peer = peer, .bytes = data.size()};
+    posted.data = std::move(data);
+    calls_.enter_message(std::move(posted), std::move(call));
+    work();
+    return is_over;
+  }
+  void leave() {
+    duties_.say_goodbye();
+  }
+  Connection& end(int peer) {
+    return ends_.at(peer);
+  }
   void work() {
     duties_.work(duties_.star().everything());
   }
@@ -81,6 +99,8 @@ class Rank {
     for (const int peer : peers) {
       std::array<int, 2> ends{};
       CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends.data()) == 0);
+      const int little = 4096;
+      CHECK(setsockopt(ends[0], SOL_SOCKET, SO_SNDBUF, &little, sizeof(little)) == 0);
       const ForkGuard guard;
       lines[static_cast<size_t>(peer)] = Connection(FdOwner(ends[0], guard));
       ends_.emplace(peer, FdOwner(ends[1], guard));
@@ -155,9 +175,33 @@ void the_word_to_go_is_rank_0s_and_the_own_leaders() {
   }
 }
 
+void what_a_rank_has_sent_is_heard_though_it_leaves() {
+  Rank rank(3, kHosts, {0, 2});
+  const std::string data(kLittleMessage, 'd');
+  rank.say(0, kWanted, encoded_wanted({.rank = 5, .number = 1, .peer = 3, .bytes = data.size()}));
+  CHECK(rank.send(5, data));
+  std::thread leaving([&] { rank.leave(); });
+  std::vector<uint32_t> heard;
+  CHECK(eventually([&] {
+    const bool stays = rank.end(0).listen(data.size() + 1024);
+    while (auto said = rank.end(0).next()) {
+      heard.push_back(said->kind);
+      if (said->kind == kPosting) {
+        CHECK(take_posted(said->words).data == data);
+      }
+    }
+    return !stays;
+  }));
+  CHECK((heard == Kinds{kPosting, kLeaving}));
+  rank.end(0).close();
+  rank.end(2).close();
+  leaving.join();
+}
+
 const std::vector<Test> kTests = {
     TEST(heartbeats_go_where_nobody_else_would_notice),
     TEST(the_word_to_go_is_rank_0s_and_the_own_leaders),
+    TEST(what_a_rank_has_sent_is_heard_though_it_leaves),
 };
 
 }  // namespace

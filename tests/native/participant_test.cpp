@@ -248,6 +248,9 @@ class Sender {
     call.receive = [this, number](uint64_t, const auto&) { over_.push_back(number); };
     calls_.enter_message(std::move(posted), std::move(call));
     rank_.settle();
+    CHECK(!is_over(number));  // not before it is said
+    rank_.tell_news();
+    rank_.settle();
     return number;
   }
   void hear(Says kind, Payload words) {

@@ -49,11 +49,11 @@ std::pair<uint64_t, std::optional<OpenCalls::Failed>> OpenCalls::enter_message(P
     posted.data.reset();
   }
   table_.add_message(posted.number, std::move(call));
+  News news{posted.number, kPosting, encoded(posted).put(static_cast<int64_t>(posted.number))};
   if (posted.sends && sent_.add(posted)) {
-    table_.grant(posted.number, static_cast<uint64_t>(posted.peer), std::string());
+    news.wanted_by = posted.peer;
   }
-  news_.push_back(
-      {posted.number, kPosting, encoded(posted).put(static_cast<int64_t>(posted.number)), false});
+  news_.push_back(std::move(news));
   return {posted.number, std::nullopt};
 }
 
@@ -166,6 +166,11 @@ OpenCalls::Clock::time_point OpenCalls::next_late() const {
 
 std::vector<OpenCalls::News> OpenCalls::take_news() {
   const std::lock_guard lock(mutex_);
+  for (const auto& one : news_) {
+    if (one.wanted_by) {
+      table_.grant(one.seq, static_cast<uint64_t>(*one.wanted_by), std::string());
+    }
+  }
   return std::exchange(news_, {});
 }
 

@@ -43,6 +43,8 @@ class OpenCalls {
     Says kind;
     Payload words;
     bool has_data = false;  // of a call
+    // Of a message, which is over once it is said: the rank that wants it.
+    std::optional<int> wanted_by = std::nullopt;
   };
 
   // `roster` outlives this. `verdict`: what rank 0 has to find out what is the matter.
@@ -87,6 +89,7 @@ class OpenCalls {
   bool is_leaving() const;
   // When something that runs or waits is late.
   Clock::time_point next_late() const;
+  // To be said at once, and before what has settled is taken.
   std::vector<News> take_news();
   // Its data does not come. Whether rank 0 is to be asked why.
   bool break_off(uint64_t seq);

@@ -291,21 +291,27 @@ void Star::leave(uint64_t after) {
 
 // A connection closed with words in it that nobody has read takes back what was said last.
 void Star::linger(Milliseconds limit) {
-  for (const auto& line : lines_) {
-    if (line.is_open()) {
-      ::shutdown(line.fd(), SHUT_WR);
-    }
-  }
+  std::vector<bool> has_said_all(lines_.size());
   for (const auto until = Clock::now() + limit; Clock::now() < until;) {
     std::vector<pollfd> fds;
-    for (auto& line : lines_) {
-      if (line.is_open() && !line.listen(kLongest)) {
+    for (size_t i = 0; i < lines_.size(); ++i) {
+      auto& line = lines_[i];
+      if (!line.is_open()) {
+        continue;
+      }
+      line.flush();  // data of messages may be left
+      if (!line.has_unsent() && !has_said_all[i]) {
+        ::shutdown(line.fd(), SHUT_WR);
+        has_said_all[i] = true;
+      }
+      if (!line.listen(kLongest)) {
         line.close();  // nobody waits for it any more
       }
       while (line.next()) {
       }
       if (line.is_open()) {
-        fds.push_back({line.fd(), POLLIN, 0});
+        const int events = POLLIN | (line.has_unsent() ? POLLOUT : 0);
+        fds.push_back({line.fd(), static_cast<short>(events), 0});
       }
     }
     if (fds.empty()) {
