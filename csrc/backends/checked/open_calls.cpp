@@ -32,9 +32,9 @@ std::pair<uint64_t, std::optional<OpenCalls::Failed>> OpenCalls::enter(Payload w
   if (auto failed = refuse(call, seq)) {
     return {seq, std::move(failed)};
   }
-  const bool has_data = static_cast<bool>(call.receive);
+  words.put(static_cast<int64_t>(seq));
+  news_.push_back({seq, kCalling, std::move(words), static_cast<bool>(call.receive)});
   table_.add_collective(seq, std::move(call));
-  news_.push_back({seq, kCalling, words.put(static_cast<int64_t>(seq)), has_data});
   return {seq, std::nullopt};
 }
 
@@ -261,10 +261,8 @@ std::vector<OpenCalls::Failed> OpenCalls::close() {
 }
 
 void OpenCalls::set_left() {
-  {
-    const std::lock_guard lock(mutex_);
-    has_left_ = true;
-  }
+  const std::lock_guard lock(mutex_);
+  has_left_ = true;
   changed_.notify_all();
 }
 

@@ -63,9 +63,8 @@ class OpenCalls {
   uint64_t count() const;
   uint64_t agreed() const;
   bool has_collectives() const;
-  // Whether collective `seq` has neither begun nor failed.
+  // Whether a collective, or a message, has neither begun nor failed.
   bool is_waiting(uint64_t seq) const;
-  // The same of a message.
   bool is_message_waiting(uint64_t number) const;
   // Why number `seq` cannot be done any more; waits that long for somebody to know it.
   std::optional<Failure> failure(const std::string& op, uint64_t seq, Milliseconds within) const;
