@@ -80,6 +80,18 @@ def broadcasts_until_it_fails() -> None:
     _until_it_fails(lambda: dist.broadcast(x, dist.get_world_size() - 1))
 
 
+def shares_until_it_fails() -> None:
+    """By messages on rails: what each rank gives to, and gets of, all."""
+    n = dist.get_world_size()
+    share, whole = torch.zeros(1 << 18), torch.zeros(n << 18)
+
+    def call() -> None:
+        dist.reduce_scatter_tensor(share, whole)
+        dist.all_gather_into_tensor(whole, share)
+
+    _until_it_fails(call)
+
+
 def _until_it_fails(call: Callable[[], None]) -> None:
     dist.all_reduce(torch.ones(1))
     _say(ready=os.getpid())
@@ -224,6 +236,7 @@ def main() -> None:
         "until_it_fails": until_it_fails,
         "large_until_it_fails": large_until_it_fails,
         "broadcasts_until_it_fails": broadcasts_until_it_fails,
+        "shares_until_it_fails": shares_until_it_fails,
         "random_calls": random_calls,
     }[sys.argv[1]]()
 

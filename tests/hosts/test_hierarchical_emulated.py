@@ -177,6 +177,16 @@ def test_a_rank_killed_in_a_broadcast_from_host_to_host(
         ranks.kill(victim)
 
 
+@pytest.mark.parametrize("engine", ["gloo", "mpi"])
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_rank_killed_where_rails_have_messages(victim: int, engine: str, tmp_path: Path) -> None:
+    settings = {} if engine == "gloo" else {"TORCH_C10D_EXT_SHM_BETWEEN_HOSTS": engine}
+    with _ranks((0, 0, 1, 1), "shares_until_it_fails", tmp_path, 0, **settings) as ranks:
+        ranks.await_ready()
+        time.sleep(0.5)  # in the middle of one
+        ranks.kill(victim)
+
+
 def test_a_link_that_is_down_is_found_by_the_heartbeat(tmp_path: Path) -> None:
     with _ranks((0, 0, 1, 1), "until_it_fails", tmp_path) as ranks:
         ranks.await_ready()
