@@ -148,12 +148,9 @@ def model_of(layout: str, link: dict[str, Any], cases: list[dict[str, Any]]) -> 
     if STEPS in sums:
         beyond = _ours(sums[STEPS]) - model.times("all_reduce", n, STEPS)["rails"]
         model = dataclasses.replace(model, per_step=max(0.0, beyond / _steps(model, n, STEPS)))
+    moved = 4 * (hosts - 1) / hosts  # of its size, in and out
     rates = [
-        4
-        * (hosts - 1)
-        / hosts
-        * size
-        / (_ours(sums[size]) - _steps(model, n, size) * model.per_step)
+        moved * size / (_ours(sums[size]) - _steps(model, n, size) * model.per_step)
         for size in LARGE
         if size in sums
     ]

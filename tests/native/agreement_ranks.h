@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "backends/checked/agreement.h"
+#include "backends/checked/roster.h"
 #include "program.h"
 
 namespace c10d_ext {
@@ -158,6 +159,15 @@ class Ranks {
   Store store_;
   std::vector<std::unique_ptr<Agreement>> ranks_;
 };
+
+// As one of the ranks on the machines of those names knows them.
+inline Roster roster_of(int rank, const std::vector<std::string>& machines) {
+  std::vector<Member> members;
+  for (const auto& machine : machines) {
+    members.push_back({this_process(), machine, machine, machine});
+  }
+  return {{rank, static_cast<int>(machines.size()), "test"}, std::move(members)};
+}
 
 inline Fingerprint summed(int64_t count, ReduceOp op = ReduceOp::Sum) {
   Fingerprint called;

@@ -26,14 +26,6 @@ using Clock = Duties::Clock;
 
 namespace {
 
-Roster roster_of(int rank, const std::vector<std::string>& hosts) {
-  std::vector<Member> members;
-  for (const auto& host : hosts) {
-    members.push_back({this_process(), host, host, host});
-  }
-  return {{rank, static_cast<int>(hosts.size()), "test"}, std::move(members)};
-}
-
 // One rank, and the other ends of its lines.
 class Rank {
  public:

@@ -26,14 +26,6 @@ using Kind = ErrorKind;
 
 namespace {
 
-Roster roster_of(int rank, const std::vector<std::string>& machines) {
-  std::vector<Member> members;
-  for (const auto& machine : machines) {
-    members.push_back({this_process(), machine, machine, machine});
-  }
-  return {{rank, static_cast<int>(machines.size()), "test"}, std::move(members)};
-}
-
 // A rank that waits for its first collective when it hears of the end.
 class Waiting {
  public:
