@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
@@ -40,3 +41,8 @@ def wait(result: Any) -> Tensor:
 def wait_all(results: list[Any]) -> list[Tensor]:
     """Waits for several results."""
     return [result.wait() for result in results]
+
+
+def can_all_gather(device: str) -> bool:
+    """False where a functional all-gather of torch's ends the process: by gloo, on CUDA tensors."""
+    return device == "cpu" or dist.get_backend() != "gloo"

@@ -36,6 +36,8 @@ def many(seconds: float, device: str) -> list[Timings]:
             TORCH_SINGLE: lambda: theirs.wait_all([torch_single(x) for x in xs]),
             OURS_SINGLE: lambda: wait_all_ours([single(x) for x in xs]),
         }
+        if name == "all_gather_single" and not theirs.can_all_gather(device):
+            del peers[TORCH], peers[TORCH_SINGLE]
         return Case(name, peers, f"{COUNT} x {SIZE >> 10} KiB")
 
     return measure(

@@ -68,7 +68,9 @@ def steps(seconds: float, device: str, quick: bool) -> list[Timings]:
             (
                 lambda x: theirs.all_gather_single_autograd(x, 0, name),
                 lambda x: theirs.reduce_scatter_single_autograd(x, "sum", 0, name),
-            ),
+            )
+            if theirs.can_all_gather(device)
+            else None,
             (
                 lambda x: ours.all_gather_single(x, 0, name),
                 lambda x: ours.reduce_scatter_single(x, "sum", 0, name),
@@ -82,7 +84,7 @@ def _case(
     name: str,
     tokens: int,
     device: str,
-    torchs: tuple[Collective, Collective],
+    torchs: tuple[Collective, Collective] | None,
     mine: tuple[Collective, Collective],
 ) -> Case:
     torch.manual_seed(0)
@@ -110,10 +112,7 @@ def _case(
 
         return step
 
-    peers = {
-        TORCH: step_of(torchs, True),
-        OURS: step_of(mine, True),
-        TORCH_EAGER: step_of(torchs, False),
-        OURS_EAGER: step_of(mine, False),
-    }
+    peers = {OURS: step_of(mine, True), OURS_EAGER: step_of(mine, False)}
+    if torchs is not None:
+        peers |= {TORCH: step_of(torchs, True), TORCH_EAGER: step_of(torchs, False)}
     return Case(name, peers, f"{LAYERS} x {tokens} x {WIDTH} x {hidden}")

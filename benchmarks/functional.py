@@ -25,14 +25,14 @@ PARTS = 4
 def small(seconds: float, device: str) -> list[Timings]:
     """All collectives, with messages so small that the call is what costs."""
     return measure(
-        [case for size in SMALL for case in _collectives(size, device)], seconds, device=device
+        [case for size in SMALL for case in _measurable(size, device)], seconds, device=device
     )
 
 
 def large(seconds: float, device: str) -> list[Timings]:
     """The workhorses with messages so large that the bytes are what costs."""
     names = ("all_reduce", "all_gather_single", "reduce_scatter_single")
-    cases = [case for size in LARGE for case in _collectives(size, device) if case.name in names]
+    cases = [case for size in LARGE for case in _measurable(size, device) if case.name in names]
     return measure([case for name in names for case in cases if case.name == name], seconds, device)
 
 
@@ -56,6 +56,14 @@ def label(size: int) -> str:
 
 def wait_all_ours(results: list[Tensor]) -> list[Tensor]:
     return [ours.wait_tensor(result) for result in results]
+
+
+def _measurable(size: int, device: str) -> list[Case]:
+    cases = _collectives(size, device)
+    if theirs.can_all_gather(device):
+        return cases
+    gathers = ("all_gather_single", "all_gather_single_coalesced", "all_gather, backward")
+    return [case for case in cases if case.name not in gathers]
 
 
 def _collectives(size: int, device: str) -> list[Case]:

@@ -13,6 +13,7 @@
 #include <optional>
 
 #include "base/memory.h"
+#include "base/sync_scope.h"
 #include "work/pending.h"
 
 namespace c10d_ext {
@@ -71,7 +72,8 @@ void DeviceCompletions::add(const c10::StorageImpl* storage,
 }
 
 void DeviceCompletions::add_written_here(at::TensorList tensors) {
-  if (tensors.empty() || tensors.front().is_cpu()) {
+  if (tensors.empty() || tensors.front().is_cpu() ||
+      (SyncScope::is_on() && !contains_any(tensors))) {
     return;
   }
   const auto device = tensors.front().device();
@@ -97,6 +99,13 @@ void DeviceCompletions::follow(const at::Tensor& t) const {
 bool DeviceCompletions::contains(const c10::StorageImpl* storage) const {
   std::lock_guard<std::mutex> lock(mutex_);
   return last_.find(storage) != last_.end();
+}
+
+bool DeviceCompletions::contains_any(at::TensorList tensors) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return std::any_of(tensors.begin(), tensors.end(), [this](const at::Tensor& t) {
+    return last_.find(t.storage().unsafeGetStorageImpl()) != last_.end();
+  });
 }
 
 void DeviceCompletions::sweep() {

@@ -46,11 +46,13 @@ using DeviceCompletionPtr = std::shared_ptr<const DeviceCompletion>;
 class DeviceCompletions {
  public:
   void add(const c10::StorageImpl* storage, const DeviceCompletionPtr& completion);
-  // Of tensors that were written on the current stream, with no work behind them.
+  // Of tensors that were written on the current stream, with no work behind them. Under SyncScope
+  // only where an older one would be followed.
   void add_written_here(at::TensorList tensors);
   // The current stream goes on after what wrote the tensor, whose memory is kept for it.
   void follow(const at::Tensor& t) const;
   bool contains(const c10::StorageImpl* storage) const;
+  bool contains_any(at::TensorList tensors) const;
   // Asks the device, which the caller must be allowed to.
   void sweep();
 

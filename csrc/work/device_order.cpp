@@ -20,7 +20,9 @@ c10::Device device_of(at::TensorList outputs) {
 }  // namespace
 
 DeviceOrder::DeviceOrder(at::TensorList outputs)
-    : device_(device_of(outputs)), capture_(device_.is_cpu() ? 0 : capture_on(device_)) {}
+    : device_(device_of(outputs)),
+      capture_(device_.is_cpu() ? 0 : capture_on(device_)),
+      is_sync_(SyncScope::is_on()) {}
 
 bool DeviceOrder::has_lost_capture() const {
   return capture_ != 0 && capture_on(device_) != capture_;
@@ -41,9 +43,14 @@ void DeviceOrder::check_capture(const WorkText& text) const {
 }
 
 void DeviceOrder::note_completion(at::TensorList outputs) {
-  auto completion = std::make_shared<const DeviceCompletion>(device_, capture_);
   for (const auto& output : outputs) {
     used_here(output);
+  }
+  if (is_waited_for_at_once() && !DeviceCompletions::get().contains_any(outputs)) {
+    return;
+  }
+  auto completion = std::make_shared<const DeviceCompletion>(device_, capture_);
+  for (const auto& output : outputs) {
     DeviceCompletions::get().add(output.storage().unsafeGetStorageImpl(), completion);
   }
   const std::lock_guard lock(mutex_);

@@ -10,13 +10,15 @@
 #include <functional>
 #include <mutex>
 
+#include "base/sync_scope.h"
 #include "work/device_completion.h"
 #include "work/work_text.h"
 
 namespace c10d_ext {
 
 // Orders the streams that wait for a work on a device behind it, and knows the CUDA graph that the
-// work is captured into. Does nothing for a work on the CPU.
+// work is captured into. Does nothing for a work on the CPU. One that is started under SyncScope is
+// waited for on the stream of its call, which then orders what comes next as after any kernel.
 class DeviceOrder {
  public:
   // Of a work on the CPU.
@@ -29,6 +31,10 @@ class DeviceOrder {
   }
   const c10::Device& device() const {
     return device_;
+  }
+  // By the call that has started the work: a wait elsewhere is another call's.
+  bool is_waited_for_at_once() const {
+    return is_sync_ && SyncScope::is_on();
   }
 
   // Whether the work was captured into a CUDA graph that this thread is no longer in. Nobody can
@@ -53,6 +59,7 @@ class DeviceOrder {
  private:
   const c10::Device device_{c10::kCPU};
   const uint64_t capture_ = 0;
+  const bool is_sync_ = false;
   mutable std::mutex mutex_;
   DeviceCompletionPtr completion_;  // under mutex_
 };

@@ -158,7 +158,7 @@ void PendingWork::complete_on_device() {
 }
 
 void PendingWork::keep_to_capture() {
-  if (order_.is_cpu() || is_done()) {
+  if (order_.is_cpu() || order_.is_waited_for_at_once() || is_done()) {
     return;
   }
   if (order_.has_lost_capture()) {

@@ -38,7 +38,7 @@ HERE = simulated.HERE
 # Of csrc. Backends of our own are the CPU's.
 DIRECTORIES = ("base", "work", "backends/adapter", "collectives", "frontend", "ops")
 LIMIT = 60.0  # seconds a test may take
-MODULES = ("test_streams", "test_graphs", "test_users", "test_lowering")
+MODULES = ("test_streams", "test_synchronous", "test_graphs", "test_users", "test_lowering")
 DELAYS = ("late:1", "random:2")
 
 # Statements that are left out. They begin their line.

@@ -29,7 +29,9 @@ HERE = "tests/simulated_cuda"
 # Inductor's code for CUDA tensors is device code, which takes triton and a GPU.
 NEED_DEVICE_CODE = ["tests/test_cuda.py::test_gradients_and_compile"]
 
-RULES = [f"{HERE}/test_{name}.py" for name in ("streams", "graphs", "users", "lowering")]
+RULES = [
+    f"{HERE}/test_{name}.py" for name in ("streams", "synchronous", "graphs", "users", "lowering")
+]
 # Every test marked `cuda` that is not among the rules, wherever it is.
 OTHERS = ["-m", "cuda", "tests", *(f"--ignore={file}" for file in RULES)]
 

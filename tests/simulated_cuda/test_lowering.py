@@ -196,3 +196,18 @@ def _called_from_another_device() -> list[str]:
 def test_a_backend_finds_the_device_of_its_tensors_current() -> None:
     """nccl sees to it itself; what others may count on is this."""
     _none_fails(run_on_devices(2, _called_from_another_device, backend=ALONE))
+
+
+def _memory_of_a_scatter() -> int:
+    """Bytes beside the result, while it is not waited for."""
+    x = torch.ones(dist.get_world_size() * COUNT, device=device())
+    before = torch.cuda.memory_allocated()
+    y = F.scatter(x, 1, None)
+    more = torch.cuda.memory_allocated() - before - COUNT * x.element_size()
+    assert torch.equal(F.wait_tensor(y), x[:COUNT])
+    return int(more)
+
+
+def test_only_the_root_of_a_scatter_copies_its_input() -> None:
+    more = run_on_devices(2, _memory_of_a_scatter, backend=ALONE)
+    assert more == [0, 2 * COUNT * 4]

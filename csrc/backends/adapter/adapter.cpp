@@ -66,11 +66,11 @@ void Adapter::post(const Group& group, const CollectiveRequest& request) const {
   if (!like.is_cpu()) {
     device_guard.reset_device(like.device());
   }
-  Started started = lowering::start(*this, held(request));
+  Started started = lowering::start(*this, held(request, rank()));
   attach(request.op, group, request.outs, started.work, std::move(started.finish), subscribe());
 }
 
-HeldRequest held(const CollectiveRequest& request) {
+HeldRequest held(const CollectiveRequest& request, int64_t rank) {
   HeldRequest kept(request, {}, HeldRequest::Tensors(request.outs.begin(), request.outs.end()));
   if (request.type == OpType::Barrier) {
     return kept;  // its tensors are not sent
@@ -81,10 +81,11 @@ HeldRequest held(const CollectiveRequest& request) {
   // The method copies the source, on a device in the order of the caller's stream.
   const bool is_copied = request.type == OpType::AllReduce || request.type == OpType::Reduce ||
                          request.type == OpType::Broadcast;
+  const bool is_read = request.type != OpType::Scatter || request.root == rank;
   for (size_t i = 0; i < request.sources.size(); ++i) {
     const at::Tensor& source = request.sources[i];
     const at::Tensor& out = request.outs[i];
-    if (source.is_same(out) || source.storage().is_alias_of(out.storage())) {
+    if (!is_read || source.is_same(out) || source.storage().is_alias_of(out.storage())) {
       kept.sources.push_back(source);
     } else if (source.is_cpu()) {
       kept.sources.push_back(snapshot_of(source));

@@ -261,7 +261,7 @@ void CheckedBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool /*w
 }
 
 void CheckedBackend::post(const Group& group, const CollectiveRequest& request) {
-  const HeldRequest now = held(request);
+  const HeldRequest now = held(request, rank_);
   const auto work =
       agree(agreed_call(request.op, c10d::kUnsetTimeout, fingerprint_of(request, rank_, size_),
                         aliased(request, now.sources)));

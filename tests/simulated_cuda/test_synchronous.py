@@ -1,0 +1,107 @@
+"""Calls that have waited when they return: in the order of their stream, as any kernel."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import torch_c10d_ext.distributed as ext
+import torch_c10d_ext.functional as F
+from tests.contract import wait
+from tests.harness.flight import single_rank_shortcut
+from tests.simulated_cuda.on_cuda import device, run_on_devices
+
+pytestmark = pytest.mark.cuda
+
+NCCL = "cpu:shm,cuda:nccl"
+COUNT = 1 << 14
+
+
+def _calls(x: Tensor) -> dict[str, Callable[[], object]]:
+    """Into tensors that are there. `x` is summed up."""
+    n = dist.get_world_size()
+    rows, part = x.new_empty(n * COUNT), x.new_empty(COUNT // n)
+    return {
+        "all_reduce_inplace": lambda: F.all_reduce_inplace(x, "sum", None),
+        "all_reduce": lambda: ext.all_reduce(x),
+        "broadcast": lambda: ext.broadcast(x, 0),
+        "all_gather": lambda: F.all_gather_tensor_inplace(rows, x, None),
+        "reduce_scatter": lambda: F.reduce_scatter_tensor_inplace(part, x, "sum", None),
+    }
+
+
+def _events() -> int:
+    """How many more events there are after calls of one rank."""
+    x = torch.zeros(COUNT, device=device())
+    live = ctypes.CDLL("libcudart.so.13").simulated_cuda_live_events
+    torch.cuda.synchronize()
+    before = live()
+    for call in _calls(x).values():
+        call()
+    return int(live()) - before
+
+
+def test_calls_of_one_rank_make_no_event() -> None:
+    assert run_on_devices(1, _events, backend=NCCL) == [0]
+
+
+def _after_a_wait(shortcut: bool) -> list[str]:
+    """A wait on another stream follows calls that write a result after its first wait."""
+    n = dist.get_world_size()
+    first, second = (torch.cuda.Stream(device()) for _ in range(2))
+    failures = []
+    with single_rank_shortcut(shortcut):
+        for name in ("all_reduce_inplace", "all_reduce"):
+            x = torch.ones(COUNT, device=device())
+            torch.cuda.synchronize()
+            with torch.cuda.stream(first):
+                y = F.wait_tensor(F.all_reduce(x, "sum", None))
+                torch.cuda._sleep(5_000_000)
+                y.add_(1)
+                _calls(y)[name]()
+            with torch.cuda.stream(second):
+                seen = wait(y) + 0
+            torch.cuda.synchronize()
+            if not torch.equal(seen, torch.full_like(seen, n * (n + 1))):
+                failures.append(f"{name}: {seen[:2].tolist()}")
+    return failures
+
+
+@pytest.mark.parametrize(("size", "shortcut"), [(1, True), (2, False)])
+def test_a_wait_elsewhere_follows_what_was_written_last(size: int, shortcut: bool) -> None:
+    for failures in run_on_devices(size, _after_a_wait, shortcut, backend=NCCL):
+        assert not failures
+
+
+def _on_own_stream() -> list[str]:
+    """What the stream of the call does next comes after it; so does what follows that stream."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    mine, other = (torch.cuda.Stream(device()) for _ in range(2))
+    failures = []
+    for turn in range(3):
+        with torch.cuda.stream(mine):
+            x = torch.zeros(COUNT, device=device())
+            torch.cuda._sleep(3_000_000)
+            x.fill_(rank + 1.0)
+            F.all_reduce_inplace(x, "sum", None)
+            y = x + 0
+        other.wait_stream(mine)
+        with torch.cuda.stream(other):
+            z = x + 0
+        torch.cuda.synchronize()
+        want = torch.full_like(y, n * (n + 1) / 2)
+        failures += [
+            f"{turn}: {name}" for name, t in (("y", y), ("z", z)) if not torch.equal(t, want)
+        ]
+    return failures
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_comes_next_comes_after(size: int) -> None:
+    for failures in run_on_devices(size, _on_own_stream, backend=NCCL):
+        assert not failures
