@@ -44,6 +44,23 @@ class Rank {
     calls_.enter(std::move(words), std::move(entered));
     work();
   }
+  // Calls one whose data is long on its way.
+  void call_long(Call& call) {
+    auto operation = call.operation(summed(6), kLong);
+    OpenCall entered{operation.op, std::nullopt, kLong, operation.begin, operation.fail};
+    entered.is_long = true;
+    calls_.enter(called_long(), std::move(entered));
+    work();
+  }
+  static Payload called_long() {
+    auto words = encoded(summed(6));
+    put_data(words, std::nullopt);
+    return words;
+  }
+  void end(uint64_t seq) {
+    CHECK(calls_.done(seq));
+    work();
+  }
   // Sends a message. Whether it is over.
   bool send(int peer, std::string data) {
     bool is_over = false;
@@ -59,8 +76,12 @@ class Rank {
   void leave() {
     duties_.say_goodbye();
   }
-  Connection& end(int peer) {
+  Connection& line(int peer) {
     return ends_.at(peer);
+  }
+  void close(int peer) {
+    ends_.at(peer).close();
+    work();
   }
   void work() {
     duties_.work(duties_.star().everything());
@@ -83,6 +104,18 @@ class Rank {
       kinds.push_back(said->kind);
     }
     return kinds;
+  }
+  // The numbers of what it has said of one kind, and of nothing of another one.
+  std::vector<int64_t> heard_by(int peer, Says kind) {
+    auto& end = ends_.at(peer);
+    CHECK(end.listen(4096));
+    std::vector<int64_t> numbers;
+    while (auto said = end.next()) {
+      if (said->kind == kind) {
+        numbers.push_back(said->words.number());
+      }
+    }
+    return numbers;
   }
 
  private:
@@ -175,8 +208,8 @@ void what_a_rank_has_sent_is_heard_though_it_leaves() {
   std::thread leaving([&] { rank.leave(); });
   std::vector<uint32_t> heard;
   CHECK(eventually([&] {
-    const bool stays = rank.end(0).listen(data.size() + 1024);
-    while (auto said = rank.end(0).next()) {
+    const bool stays = rank.line(0).listen(data.size() + 1024);
+    while (auto said = rank.line(0).next()) {
       heard.push_back(said->kind);
       if (said->kind == kPosting) {
         CHECK(take_posted(said->words).data == data);
@@ -185,15 +218,120 @@ void what_a_rank_has_sent_is_heard_though_it_leaves() {
     return !stays;
   }));
   CHECK((heard == Kinds{kPosting, kLeaving}));
-  rank.end(0).close();
-  rank.end(2).close();
+  rank.line(0).close();
+  rank.line(2).close();
   leaving.join();
+}
+
+using Numbers = std::vector<int64_t>;
+
+Payload number(int64_t seq) {
+  return Payload().put(seq);
+}
+
+// Two long collectives that all ranks of `rank`'s group have called: the first has begun.
+struct TwoLong {
+  explicit TwoLong(Rank& rank, const std::vector<int>& others) {
+    for (auto* call : {&first, &second}) {
+      const int64_t seq = call == &first ? 1 : 2;
+      rank.call_long(*call);
+      for (const int other : others) {
+        rank.say(other, kCalling, Rank::called_long().put(seq));
+      }
+    }
+  }
+  Call first, second;
+};
+
+// Rank 0 knows what a rank that is gone had done, and what of it the others need not wait for.
+void what_a_lost_rank_had_not_done_fails_at_once() {
+  const std::vector<int> others{1, 2, 3, 4, 5};
+  for (const int64_t done : {0, 1, 2}) {
+    Rank rank(0, kHosts, others);
+    TwoLong calls(rank, others);
+    CHECK(calls.first.begun() == 1);
+    for (int64_t seq = 1; seq <= done; ++seq) {
+      rank.say(3, kDone, number(seq));
+    }
+    rank.close(3);
+    CHECK(calls.first.has_failed() == (done < 1) && calls.second.has_failed() == (done < 2));
+    for (const int other : {1, 2, 4, 5}) {
+      CHECK(rank.heard_by(other, kDoomed) == Numbers{done + 1});
+    }
+    if (done < 2) {
+      CHECK(calls.second.failure().kind == ErrorKind::RankLost);
+      CHECK(calls.second.failure().ranks == std::vector<int>{3});
+    }
+  }
+}
+
+void what_was_not_begun_is_not_done() {
+  for (const auto& numbers : std::vector<Numbers>{{1}, {3}, {1, 1}}) {
+    const std::vector<int> others{1, 2, 3, 4, 5};
+    Rank rank(0, kHosts, others);
+    std::optional<TwoLong> calls;
+    if (numbers != Numbers{1}) {
+      calls.emplace(rank, others);
+    }
+    for (const int64_t seq : numbers) {
+      rank.say(3, kDone, number(seq));
+    }
+    rank.heard_by(3);
+    CHECK(!rank.heard_by(3));  // its line is closed
+  }
+}
+
+void rank_0_tells_leaders_and_its_host_what_it_has_done() {
+  const std::vector<int> others{1, 2, 3, 4, 5};
+  Rank rank(0, kHosts, others);
+  TwoLong calls(rank, others);
+  CHECK(calls.first.begun() == 1);
+  rank.end(1);
+  CHECK(calls.second.begun() == 2);
+  for (const int other : others) {
+    const bool is_told = other == 1 || other == 2 || other == 4;
+    CHECK(rank.heard_by(other, kDone) == (is_told ? Numbers{1} : Numbers{}));
+  }
+}
+
+// And leaders the others, once it is gone.
+void what_rank_0_had_not_done_fails_at_once() {
+  enum class End { Gone, Leaves };
+  for (const auto end : {End::Gone, End::Leaves}) {
+    for (const int64_t done : {0, 1, 2}) {
+      Rank rank(2, kHosts, {0, 1, 3, 4});
+      TwoLong calls(rank, {});
+      for (const int64_t seq : {1, 2}) {
+        Payload go = number(seq);
+        put_all_data(go, {});
+        rank.say(0, kGo, go);
+      }
+      CHECK(calls.first.begun() == 1);
+      if (done > 0) {
+        rank.say(0, kDone, number(done));
+      }
+      if (end == End::Leaves) {
+        rank.say(0, kLeaving, number(2));
+      }
+      rank.close(0);
+      const bool is_gone = end == End::Gone;
+      CHECK(calls.first.has_failed() == (is_gone && done < 1));
+      CHECK(calls.second.has_failed() == (is_gone && done < 2));
+      for (const int other : {1, 3, 4}) {
+        CHECK(rank.heard_by(other, kDoomed) == (is_gone ? Numbers{done + 1} : Numbers{}));
+      }
+    }
+  }
 }
 
 const std::vector<Test> kTests = {
     TEST(heartbeats_go_where_nobody_else_would_notice),
     TEST(the_word_to_go_is_rank_0s_and_the_own_leaders),
     TEST(what_a_rank_has_sent_is_heard_though_it_leaves),
+    TEST(what_a_lost_rank_had_not_done_fails_at_once),
+    TEST(what_was_not_begun_is_not_done),
+    TEST(rank_0_tells_leaders_and_its_host_what_it_has_done),
+    TEST(what_rank_0_had_not_done_fails_at_once),
 };
 
 }  // namespace

@@ -246,7 +246,7 @@ void a_coordinator_takes_anything() {
       const auto r = static_cast<size_t>(rank);
       const auto kind = static_cast<uint32_t>(random.one_in(3)   ? kCalling
                                               : random.one_in(2) ? kPosting
-                                                                 : 14 + random.below(24));
+                                                                 : 14 + random.below(27));
       const bool is_changed = random.one_in(4);
       const std::string bytes = sentence(kind, seq[r], number[r], random).bytes();
       Payload words(is_changed ? changed(bytes, random) : bytes);
@@ -358,7 +358,7 @@ void a_rank_takes_anything() {
       const auto kind = static_cast<uint32_t>(random.one_in(3)   ? kWanted
                                               : random.one_in(2) ? kGranted
                                               : random.one_in(2) ? kGo
-                                                                 : 14 + random.below(26));
+                                                                 : 14 + random.below(27));
       const auto last = kind == kGo ? called : posted;
       const auto number = last - static_cast<uint64_t>(random.below(4));
       const bool is_changed = random.one_in(4);

@@ -89,6 +89,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     OpenCall call{std::move(operation.op), std::nullopt, operation.timeout,
                   std::move(operation.begin), std::move(operation.fail)};
     call.receive = std::move(operation.receive);
+    call.is_long = operation.is_long;
     return tell(std::move(call), [&](OpenCall entered) {
       return calls_.enter(std::move(words), std::move(entered));
     });
@@ -150,7 +151,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   }
 
   void done(uint64_t seq) {
-    if (calls_.done(seq)) {
+    if (calls_.done(seq) && !tell_here()) {
       duties_.star().wake();
     }
   }
@@ -323,7 +324,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     }
   }
 
-  void bring(OpenCalls::News news) {
+  void bring(News news) {
     calls_.add_news(std::move(news));
     duties_.star().wake();
   }

@@ -38,6 +38,9 @@ class Agreement {
     std::optional<std::string> data = std::nullopt;
     // Instead of `begin`, where all ranks gave their data: it is here, in the order of ranks.
     std::function<void(uint64_t seq, const std::vector<std::string>& data)> receive = nullptr;
+    // Its data is long on its way: ranks say when it is there, so that it fails at once where one
+    // is lost in the middle of it.
+    bool is_long = false;
   };
 
   // One end of a message. Both functions are called as those of an operation, and may not throw.
@@ -102,7 +105,7 @@ class Agreement {
   bool help(uint64_t seq, std::chrono::steady_clock::time_point until);
   // The same for a message.
   bool help_message(uint64_t number, std::chrono::steady_clock::time_point until);
-  // The data of number `seq` is there.
+  // The data of number `seq` is there, which is said at once: this rank may be about to end.
   void done(uint64_t seq);
   // Its exchange broke off: it fails once it is known why.
   void broke(uint64_t seq, const std::string& why);

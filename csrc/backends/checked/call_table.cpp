@@ -143,9 +143,10 @@ void CallTable::keep_agreed(const End& end) {
 }
 
 void CallTable::doom(uint64_t seq) {
-  const auto found = running_.find(seq);
-  if (found != running_.end() && end_) {
-    found->second.late = Clock::now();
+  for (auto it = running_.lower_bound(seq); end_ && it != running_.end(); ++it) {
+    if (it->first == seq || it->second.is_long) {
+      it->second.late = Clock::now();
+    }
   }
 }
 

@@ -34,6 +34,7 @@ struct OpenCall {
   // Instead of `begin`, where all ranks' data came with the calls, or a message's with its other
   // end (of a send, nothing: it has gone). Both are taken out once all ranks have called it.
   std::function<void(uint64_t, const std::vector<std::string>&)> receive;
+  bool is_long = false;  // this rank says when it is done
 };
 
 class CallTable {
@@ -81,7 +82,8 @@ class CallTable {
   bool break_off(uint64_t seq);
   // The group is of no more use. The first reason stays.
   void finish(End end);
-  // Collective `seq` has broken off at some rank, and the group is of no more use.
+  // Collective `seq` has broken off at some rank, which does no long one from there on; and the
+  // group is of no more use.
   void doom(uint64_t seq);
   // All that is left, which fails.
   std::vector<Failed> close();

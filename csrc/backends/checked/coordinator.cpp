@@ -57,6 +57,14 @@ void Coordinator::hear(int rank, uint32_t kind, Payload& words) {
       ask({seq, kBroken, why}, progress_.suspects(seq));
       break;
     }
+    case kDone: {
+      const auto seq = static_cast<uint64_t>(words.number());
+      progress_.hear_done(rank, seq);
+      if (rank == 0) {
+        tell_done(seq);
+      }
+      break;
+    }
     case kAsking:
     case kAskingOfMessage: {
       const auto number = static_cast<uint64_t>(words.number());
@@ -112,8 +120,13 @@ void Coordinator::look(Clock::time_point now) {
 }
 
 void Coordinator::lose(const std::vector<int>& ranks, const std::string& how) {
-  if (progress_.lose(ranks, how)) {
-    end_for_all(progress_.lost());
+  if (!progress_.lose(ranks, how)) {
+    return;
+  }
+  end_for_all(progress_.lost());
+  for (const int rank : ranks) {
+    // What it had done it may have sent.
+    tell_all(kDoomed, Payload().put(static_cast<int64_t>(progress_.done(rank) + 1)));
   }
 }
 
@@ -123,6 +136,18 @@ bool Coordinator::is_alone() const {
 
 bool Coordinator::has_messages() const {
   return !messages_.is_empty();
+}
+
+void Coordinator::tell_done(uint64_t seq) {
+  // Others hear of it, where this one is gone, by the leaders.
+  const Payload words = Payload().put(static_cast<int64_t>(seq));
+  auto ranks = leaders();
+  ranks.insert(ranks.end(), roster_.own_host().begin(), roster_.own_host().end());
+  for (const int rank : ranks) {
+    if (rank != 0) {
+      tell_(rank, kDone, words);
+    }
+  }
 }
 
 std::vector<int> Coordinator::all_ranks() const {

@@ -43,6 +43,7 @@ class Coordinator {
   void compare();
   std::vector<int> all_ranks() const;
   void tell_all(Says kind, const Payload& words);
+  void tell_done(uint64_t seq);
   void end_for_all(End end);
   void ask(Question question, const std::vector<int>& ranks);
   void answer(const Question& question);

@@ -129,6 +129,9 @@ void Duties::lose(const std::vector<int>& ranks, const std::string& how) {
     if (rank == 0) {
       participant_.lose_root(how);
       last_words_.lose_root();
+      if (const auto undone = participant_.undone_by_root()) {
+        last_words_.add(*undone);
+      }
     } else if (left_.count(rank) == 0 && !roster_.is_watched_by_root(rank)) {
       say(kSevered, Payload().put(rank));
     }

@@ -70,7 +70,10 @@ bool OpenCalls::done(uint64_t seq) {
     return false;
   }
   changed_.notify_all();
-  return table_.has_begins();
+  if (over->is_long) {
+    news_.push_back({seq, kDone, Payload().put(static_cast<int64_t>(seq))});
+  }
+  return over->is_long || table_.has_begins();
 }
 
 uint64_t OpenCalls::count() const {
@@ -164,7 +167,7 @@ OpenCalls::Clock::time_point OpenCalls::next_late() const {
   return table_.next_late();
 }
 
-std::vector<OpenCalls::News> OpenCalls::take_news() {
+std::vector<News> OpenCalls::take_news() {
   const std::lock_guard lock(mutex_);
   for (const auto& one : news_) {
     if (one.wanted_by) {

@@ -25,6 +25,16 @@
 
 namespace c10d_ext {
 
+// Something to say about collective, or message, `seq`.
+struct News {
+  uint64_t seq;
+  Says kind;
+  Payload words;
+  bool has_data = false;  // of a call
+  // Of a message, which is over once it is said: the rank that wants it.
+  std::optional<int> wanted_by = std::nullopt;
+};
+
 class OpenCalls {
  public:
   using Clock = CallTable::Clock;
@@ -37,16 +47,6 @@ class OpenCalls {
   static constexpr auto kNever = CallTable::kNever;
   static constexpr auto& kDestroyed = CallTable::kDestroyed;
 
-  // Something to say about collective, or message, `seq`.
-  struct News {
-    uint64_t seq;
-    Says kind;
-    Payload words;
-    bool has_data = false;  // of a call
-    // Of a message, which is over once it is said: the rank that wants it.
-    std::optional<int> wanted_by = std::nullopt;
-  };
-
   // `roster` outlives this. `verdict`: what rank 0 has to find out what is the matter.
   OpenCalls(const Roster& roster, Milliseconds verdict) : table_(roster, verdict) {}
 
@@ -58,7 +58,8 @@ class OpenCalls {
   // The same of one end of a message, whose data stays here where there is much on its way.
   std::pair<uint64_t, std::optional<Failed>> enter_message(Posted posted, OpenCall call);
   void add_news(News news);
-  // The data of number `seq` is there. Whether another one may begin now.
+  // The data of number `seq` is there. Whether another one may begin now, or something is to be
+  // said.
   bool done(uint64_t seq);
   uint64_t count() const;
   uint64_t agreed() const;
@@ -105,7 +106,7 @@ class OpenCalls {
   void deny_message(uint64_t number, ErrorKind kind, const Difference& why);
   // The group is of no more use. The first reason stays.
   void finish(End end);
-  // Collective `seq` has broken off at some rank, and the group is of no more use.
+  // As a CallTable.
   void doom(uint64_t seq);
 
   // Messages to begin, and what has failed.

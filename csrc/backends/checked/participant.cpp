@@ -91,6 +91,9 @@ void Participant::obey(uint32_t kind, Payload& words) {
       finish(std::move(end));
       break;
     }
+    case kDone:
+      root_done_ = static_cast<uint64_t>(words.number());
+      break;
     case kDoomed:
       calls_.doom(static_cast<uint64_t>(words.number()));
       break;
@@ -132,6 +135,12 @@ void Participant::lose_root(const std::string& how) {
             kAnyAgreed,
             is_unreachable ? Milliseconds(0) : kLastWord});
   }
+}
+
+std::optional<uint64_t> Participant::undone_by_root() const {
+  const auto& here = roster_.own_host();
+  const bool is_told = !here.empty() && (here.front() == 0 || here.front() == roster_.place().rank);
+  return is_told && !root_left_ ? std::optional(root_done_ + 1) : std::nullopt;
 }
 
 void Participant::tell_news() {
@@ -182,7 +191,7 @@ void Participant::settle() {
   calls_.notify();
 }
 
-OpenCalls::News Participant::broken(uint64_t seq, const std::string& why) {
+News Participant::broken(uint64_t seq, const std::string& why) {
   return {seq, kBroken, Payload().put(static_cast<int64_t>(seq)).put(why)};
 }
 

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -36,6 +37,9 @@ class Participant {
   void obey(uint32_t kind, Payload& words);
   // There is no connection to rank 0 any more; `how`: kGone or kUnreachable.
   void lose_root(const std::string& how);
+  // The first collective that rank 0 may not have done; none where it leaves in good order, or does
+  // not tell this one.
+  std::optional<uint64_t> undone_by_root() const;
 
   // Says what other threads of this rank have left to be said.
   void tell_news();
@@ -45,7 +49,7 @@ class Participant {
   void settle();
 
   // That the data of collective `seq` does not come.
-  static OpenCalls::News broken(uint64_t seq, const std::string& why);
+  static News broken(uint64_t seq, const std::string& why);
 
  private:
   void finish(End end);
@@ -59,6 +63,7 @@ class Participant {
   const Wake wake_;
   const Lose lose_;
   bool root_left_ = false;
+  uint64_t root_done_ = 0;
 };
 
 }  // namespace c10d_ext

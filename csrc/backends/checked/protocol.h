@@ -21,8 +21,12 @@
 //                                      <- Awaited: who has not
 //                                      <- Ping: are you there?
 //   Pong                               ->
+//   Done: the data of a long
+//     collective is here               ->
+//                                      <- Done: here, too; to leaders and rank 0's host
 //                                      <- Over: the group is of no more use, and why
-//                                      <- Doomed: has broken off somewhere after the end
+//                                      <- Doomed: what has broken off somewhere after the end, or
+//                                         what is long and a rank that is gone had not done
 //   Leaving: after which collective,
 //   Aborting                           ->
 //   Beat: nothing, between hosts       <->
@@ -77,7 +81,8 @@ enum Says : uint32_t {
   kRelaying,
   kSevered,
   kWanted,
-  kUnwanted
+  kUnwanted,
+  kDone
 };
 
 // Why a group is of no more use.

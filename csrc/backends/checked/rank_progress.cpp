@@ -49,6 +49,14 @@ RankProgress::Calls RankProgress::take_calls() {
   return calls;
 }
 
+void RankProgress::hear_done(int rank, uint64_t seq) {
+  auto& last = done_[static_cast<size_t>(rank)];
+  if (seq <= last || seq > agreed_) {
+    throw std::runtime_error("what is done must have begun");
+  }
+  last = seq;
+}
+
 std::vector<int> RankProgress::suspects(uint64_t seq) const {
   std::vector<int> ranks;
   for (size_t rank = 0; seq > agreed_ && rank < calls_.size(); ++rank) {

@@ -22,6 +22,7 @@ class RankProgress {
   explicit RankProgress(const Roster& roster)
       : roster_(roster),
         calls_(static_cast<size_t>(roster.place().size)),
+        done_(calls_.size()),
         left_(calls_.size()),
         left_after_(calls_.size()) {}
 
@@ -46,6 +47,13 @@ class RankProgress {
     std::vector<std::string> data;
   };
   Calls take_calls();
+  // The data of a long collective is there on a rank. Throws std::runtime_error where that makes no
+  // sense.
+  void hear_done(int rank, uint64_t seq);
+  // The last of those.
+  uint64_t done(int rank) const {
+    return done_[static_cast<size_t>(rank)];
+  }
   // Ranks that have not called `seq`; where all have, all but this one.
   std::vector<int> suspects(uint64_t seq) const;
 
@@ -72,6 +80,7 @@ class RankProgress {
   uint64_t agreed_ = 0;
   // What each rank has called since the last collective on which all agreed.
   std::vector<std::deque<Calling>> calls_;
+  std::vector<uint64_t> done_;
   std::vector<std::string> left_;     // how each rank has, empty: it has not
   std::vector<uint64_t> left_after_;  // those that have
 };

@@ -393,6 +393,7 @@ c10::intrusive_ptr<c10d::Work> start_agreed(const std::shared_ptr<Agreement>& ag
   operation.op = call.op;
   operation.called = std::move(call.called);
   operation.timeout = call.timeout;
+  operation.is_long = !call.quick;
   if (call.piggyback) {
     operation.data = std::move(call.piggyback->data);
     operation.receive = [work, piggyback = std::move(*call.piggyback),
