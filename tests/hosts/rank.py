@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import importlib
+import itertools
 import json
 import os
 import sys
@@ -88,6 +89,19 @@ def shares_until_it_fails() -> None:
     def call() -> None:
         dist.reduce_scatter_tensor(share, whole)
         dist.all_gather_into_tensor(whole, share)
+
+    _until_it_fails(call)
+
+
+def ends_after_a_large_one() -> None:
+    """Rank TEST_ENDS ends at once when it has its third result, which the others get, too."""
+    x, turns = torch.empty(8 << 20), itertools.count(1)
+
+    def call() -> None:
+        dist.all_reduce(x.fill_(1))
+        if next(turns) == 3 and dist.get_rank() == int(os.environ["TEST_ENDS"]):
+            os._exit(0)
+        assert bool((x == dist.get_world_size()).all())
 
     _until_it_fails(call)
 
@@ -237,6 +251,7 @@ def main() -> None:
         "large_until_it_fails": large_until_it_fails,
         "broadcasts_until_it_fails": broadcasts_until_it_fails,
         "shares_until_it_fails": shares_until_it_fails,
+        "ends_after_a_large_one": ends_after_a_large_one,
         "random_calls": random_calls,
     }[sys.argv[1]]()
 

@@ -164,6 +164,15 @@ def test_a_rank_killed_in_a_large_all_reduce(
         ranks.kill(victim)
 
 
+@pytest.mark.parametrize("ends", [0, 1, 3])
+def test_what_a_rank_had_done_when_it_ended_is_done(ends: int, tmp_path: Path) -> None:
+    with _ranks((0, 0, 1, 1), "ends_after_a_large_one", tmp_path, TEST_ENDS=str(ends)) as ranks:
+        for rank in {0, 1, 2, 3} - {ends}:
+            said = ranks.result(rank)
+            assert said["kind"] == "RankLost" and said["ranks"] == [ends], said
+            assert said["calls"] == 3
+
+
 @pytest.mark.parametrize("engine", ["gloo", "mpi"])
 @pytest.mark.parametrize("victim", [3, 4, 5])
 def test_a_rank_killed_in_a_broadcast_from_host_to_host(
