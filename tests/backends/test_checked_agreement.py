@@ -41,6 +41,12 @@ def test_what_goes_over_which_line() -> None:
     assert output.endswith("tests passed\n")
 
 
+def test_rank_0_goes_on_for_the_others() -> None:
+    output = build.run(build.build("service_test", build.SOURCES))
+    print(output)
+    assert output.endswith("tests passed\n")
+
+
 def test_what_is_heard_over_lines_is_checked() -> None:
     output = build.run(build.build("fuzz_lines_test", build.SOURCES))
     print(output)

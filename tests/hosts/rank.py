@@ -29,10 +29,13 @@ def _say(**words: Any) -> None:
 def collectives() -> None:
     """Every way between hosts, and the groups of a mesh."""
     n, rank = dist.get_world_size(), dist.get_rank()
-    for count in (1, 70_000, 2_000_003):
-        x = torch.full((count,), rank + 1.0)
-        dist.all_reduce(x)
-        assert x[0] == x[-1] == n * (n + 1) / 2
+    for count in (1, 20_002, 70_000, 2_000_003):  # a rail's part of the second is odd
+        base = torch.arange(count) % 1000
+        total, largest = base + rank, base + rank
+        dist.all_reduce(total)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        assert torch.equal(total, n * base + n * (n - 1) // 2)
+        assert torch.equal(largest, base + n - 1)
     there, here = (rank + 1) % n, (rank - 1) % n
     sent, got = dist.isend(torch.tensor([rank]), there), torch.zeros(1, dtype=torch.int64)
     dist.recv(got, here)
