@@ -57,7 +57,7 @@ class Rank {
     put_data(words, std::nullopt);
     return words;
   }
-  void end(uint64_t seq) {
+  void done(uint64_t seq) {
     CHECK(calls_.done(seq));
     work();
   }
@@ -105,7 +105,7 @@ class Rank {
     }
     return kinds;
   }
-  // The numbers of what it has said of one kind, and of nothing of another one.
+  // The numbers in what it has said of one kind; what it has said of others is dropped.
   std::vector<int64_t> heard_by(int peer, Says kind) {
     auto& end = ends_.at(peer);
     CHECK(end.listen(4096));
@@ -231,7 +231,7 @@ Payload number(int64_t seq) {
 
 // Two long collectives that all ranks of `rank`'s group have called: the first has begun.
 struct TwoLong {
-  explicit TwoLong(Rank& rank, const std::vector<int>& others) {
+  TwoLong(Rank& rank, const std::vector<int>& others) {
     for (auto* call : {&first, &second}) {
       const int64_t seq = call == &first ? 1 : 2;
       rank.call_long(*call);
@@ -286,7 +286,7 @@ void rank_0_tells_leaders_and_its_host_what_it_has_done() {
   Rank rank(0, kHosts, others);
   TwoLong calls(rank, others);
   CHECK(calls.first.begun() == 1);
-  rank.end(1);
+  rank.done(1);
   CHECK(calls.second.begun() == 2);
   for (const int other : others) {
     const bool is_told = other == 1 || other == 2 || other == 4;

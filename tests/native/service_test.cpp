@@ -5,7 +5,6 @@
 #include <chrono>
 #include <functional>
 #include <memory>
-#include <thread>
 #include <vector>
 
 #include "agreement_ranks.h"
@@ -24,8 +23,10 @@ constexpr uint64_t kBytes = 2 * kLittleMessage;
 // Both ends of a message from rank 1 to rank 2, which the agreement lets begin.
 class Between {
  public:
+  // Rank 0 has heard of it, once it answers who is awaited.
   void send(Ranks& ranks) {
-    ranks[1].post(end(true, 2));
+    const auto number = ranks[1].post(end(true, 2));
+    CHECK(ranks[1].awaited_by_message(number, kLong).first == std::vector<int>{2});
   }
   void receive(Ranks& ranks) {
     ranks[2].post(end(false, 1));
@@ -81,9 +82,9 @@ void it_serves_until_all_have_left() {
 
 void at_the_end_of_the_process_others_have_a_while() {
   in_a_process([](Ranks& ranks) {
+    exchange(ranks);
     const auto began = Clock::now();
     Agreement::end_service(300ms);
-    exchange(ranks);
     CHECK(has_ended() && Clock::now() - began >= 300ms);
   });
 }
@@ -92,7 +93,6 @@ void a_message_that_waits_has_longer() {
   in_a_process([](Ranks& ranks) {
     Between message;
     message.send(ranks);
-    std::this_thread::sleep_for(100ms);  // rank 0 has heard of it
     Agreement::end_service(1ms);
     CHECK(Agreement::serves(200ms));
     message.receive(ranks);
@@ -105,7 +105,6 @@ void at_once_a_message_has_no_time_either() {
   in_a_process([](Ranks& ranks) {
     Between message;
     message.send(ranks);
-    std::this_thread::sleep_for(100ms);  // rank 0 has heard of it
     Agreement::end_service(0ms);
     CHECK(has_ended() && !message.has_begun());
   });
