@@ -23,7 +23,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,10 @@ EXPRESSIONS = (
     (r"(?<=is_cpu\(\) \|\| !)may_query_device\(\)", "true"),
     (r"(?<=are_many && )may_query_device\(\)", "true"),
     (r"DeviceCompletions::get\(\)\.contains\(storage\)", "false"),
+    (r"DeviceCompletions::get\(\)\.contains_any\(outputs\)", "false"),
+    (r"(?<=SyncScope::is_on\(\) && )!contains_any\(tensors\)", "true"),
+    (r"(?<=if \()is_waited_for_at_once\(\)(?= && )", "false"),
+    (r"(?<=!)is_read(?= \|\| source\.is_same)", "true"),
     (r"!work->is_lost_capture\(\)", "true"),
     (r"capture_on\(device_\) == capture_", "true"),
     (r"(?<=capture_ != 0 && )capture_on\(device_\) != capture_", "false"),
@@ -173,20 +177,24 @@ def _python_in_tree() -> Path:
 
 
 def _tests() -> Iterator[tuple[str, Callable[[], None]]]:
-    """Every test of the modules with every set of its arguments, of the sizes only two ranks."""
+    """Every test of the modules with every set of its arguments, of plain sizes only two ranks."""
     for stem in MODULES:
         module = importlib.import_module(f"tests.simulated_cuda.{stem}")
         for name, test in vars(module).items():
             if not name.startswith("test_") or test.__module__ != module.__name__:
                 continue
-            choices: list[list[tuple[str, Any]]] = []
-            for mark in getattr(test, "pytestmark", []):
-                if mark.name == "parametrize":
-                    argument, values = mark.args[0], mark.args[1]
-                    values = [2] if argument == "size" else values
-                    choices.append([(argument, value) for value in values])
-            for arguments in itertools.product(*choices):
-                yield f"{stem}::{name}{dict(arguments) or ''}", _call(test, dict(arguments))
+            marks = [m for m in getattr(test, "pytestmark", []) if m.name == "parametrize"]
+            for chosen in itertools.product(*(_choices(*mark.args) for mark in marks)):
+                arguments = {name: value for choice in chosen for name, value in choice.items()}
+                yield f"{stem}::{name}{arguments or ''}", _call(test, arguments)
+
+
+def _choices(names: str | tuple[str, ...], values: Iterable[Any]) -> list[dict[str, Any]]:
+    """What a parametrization gives a test."""
+    several = isinstance(names, tuple)
+    names = names if isinstance(names, tuple) else (names,)
+    rows = [dict(zip(names, value if several else (value,), strict=True)) for value in values]
+    return [{"size": 2}] if names == ("size",) else rows
 
 
 def _call(test: Callable[..., None], arguments: dict[str, Any]) -> Callable[[], None]:
