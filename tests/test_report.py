@@ -861,6 +861,18 @@ def test_times_of_algorithms_between_hosts() -> None:
     assert told == pytest.approx(10e-6 + 3 * (64 << 10) / 1e9)
     # Of an all_gather the larger buffer has what all ranks give.
     assert "piggyback" in HOSTS.times("all_gather_into_tensor", 8, 32768)
+    # Of what each rank has a part of, half crosses each of two links, and more is little.
+    for op in ("all_to_all_single", "reduce_scatter_tensor"):
+        told = HOSTS.times(op, 8, 32 << 10)["piggyback"]
+        assert told == pytest.approx(10e-6 + 2 * (32 << 10) / 1e9), op
+        assert "piggyback" not in HOSTS.times(op, 8, (32 << 10) + 1), op
+        rank_0 = HOSTS.times(op, 128, 16)["piggyback"]
+        assert rank_0 == pytest.approx(2 * 10e-6 + 124 * 16 / 1e9), op
+        assert "piggyback" not in HOSTS.times(op, 128, 17), op
+    assert HOSTS.times("scatter", 8, 256 << 10)["piggyback"] == pytest.approx(
+        10e-6 + (128 << 10) / 1e9
+    )
+    assert "piggyback" not in HOSTS.times("scatter", 8, (256 << 10) + 1)
     # An exchange sends each byte once, whoever does it: half of it stays here.
     exchange = HOSTS.times("all_to_all_single", 8, large)
     assert exchange["flat"] == pytest.approx(4 * large / 2 / 1e9, rel=0.01)
@@ -899,6 +911,10 @@ def test_leaders_move_little_data() -> None:
     moved = (3 * 4 + 3 * 4 + 3 * 16) * 1024
     slow = busy.times("all_reduce", 16, 1024)["piggyback"]
     assert slow == pytest.approx(10e-6 + moved / 1e6)
+    # Of each rank's 1 KiB three quarters go to other hosts, and as much comes; to each rank here 1.
+    moved = (3 + 3 + 3) * 1024
+    exchanged = busy.times("all_to_all_single", 16, 1024)["piggyback"]
+    assert exchanged == pytest.approx(10e-6 + moved / 1e6)
     # The root's own, to 3 hosts and to 3 ranks.
     told = busy.times("broadcast", 16, 1024)["piggyback"]
     assert told == pytest.approx(10e-6 + (3 + 3) * 1024 / 1e6)

@@ -16,7 +16,7 @@ Payload& Payload::put(int64_t number) {
   return *this;
 }
 
-Payload& Payload::put(const std::string& text) {
+Payload& Payload::put(std::string_view text) {
   reserve(sizeof(int64_t) + text.size());
   put(static_cast<int64_t>(text.size()));
   bytes_ += text;

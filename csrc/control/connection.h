@@ -20,7 +20,7 @@ class Payload {
   explicit Payload(std::string bytes) : bytes_(std::move(bytes)) {}
 
   Payload& put(int64_t number);
-  Payload& put(const std::string& text);
+  Payload& put(std::string_view text);
   template <class Number>
   Payload& put(const std::vector<Number>& numbers) {
     put(static_cast<int64_t>(numbers.size()));

@@ -29,6 +29,12 @@ def test_leaders_pass_on_little_data() -> None:
     assert output.endswith("tests passed\n")
 
 
+def test_what_is_given_is_what_is_taken() -> None:
+    output = build.run(build.build("contribution_test", build.SOURCES))
+    print(output)
+    assert output.endswith("tests passed\n")
+
+
 def test_what_a_rank_makes_of_what_it_hears() -> None:
     output = build.run(build.build("participant_test", build.SOURCES))
     print(output)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import torch_c10d_ext
 from tests.backends.dist_ops import all_gather_single, reduce_scatter_single
+from torch_c10d_ext import _C
 
 TIMEOUT = dt.timedelta(seconds=float(os.environ.get("TEST_TIMEOUT", "60")))
 
@@ -58,6 +59,65 @@ def collectives() -> None:
     _say(backend=backend, hosts=hosts, groups=names)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def exchanges() -> None:
+    """As much as travels with the calls where each rank has a part of it, and a little more."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    _C.start_tally(["gloo"])
+    hosts = dist.group.WORLD._get_backend(torch.device("cpu")).inner.hosts
+    usual = _C.usual_piggyback(max(len(ranks) for ranks in hosts), by_leaders=True)
+    most = usual * _C.EXCHANGED_PER_HOST * len(hosts) // n // 4  # elements of a rank
+    before, after = (rank - 1) % n, (rank + 1) % n
+
+    def own(share: int, of: int) -> torch.Tensor:
+        return torch.arange(rank * share, (rank + 1) * share, dtype=torch.float32) + 1000 * of
+
+    def all_to_all(share: int) -> None:
+        given = torch.arange(n * share, dtype=torch.float32) + 1000 * rank
+        got = torch.empty(n * share)
+        dist.all_to_all_single(got, given)
+        assert torch.equal(got, torch.cat([own(share, of) for of in range(n)]))
+
+    def reduce_scatter(share: int) -> None:
+        given = torch.arange(n * share, dtype=torch.float32) + 1000 * rank
+        got = torch.empty(share)
+        reduce_scatter_single(got, given)
+        assert torch.equal(got, n * own(share, 0) + 1000 * sum(range(n)))
+
+    def to_the_next(count: int) -> None:
+        given, got = torch.arange(count) + rank, torch.empty(count, dtype=torch.int64)
+        counts = [[count if of == at else 0 for of in range(n)] for at in (before, after)]
+        dist.all_to_all_single(got, given, *counts)
+        assert torch.equal(got, torch.arange(count) + before)
+
+    def scatter(count: int) -> None:
+        root = n - 1
+        given = [torch.arange(count) + of for of in range(n)] if rank == root else None
+        got = torch.empty(count, dtype=torch.int64)
+        dist.scatter(got, given, root)
+        assert torch.equal(got, torch.arange(count) + rank)
+
+    asked = {}
+    for call, fits in (
+        (all_to_all, most // n),
+        (reduce_scatter, most // n),
+        (to_the_next, most // 2),
+        (scatter, most // 2),
+    ):
+        done = [_calls_of_gloo()]
+        for size in (fits, fits + 1):
+            call(size)
+            done.append(_calls_of_gloo())
+        asked[call.__name__] = [done[1] - done[0], done[2] - done[1]]
+    _say(asked=asked)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _calls_of_gloo() -> int:
+    tally = _C.tally()
+    return tally["gloo"][0] if "gloo" in tally else 0
 
 
 def until_it_fails() -> None:
@@ -248,6 +308,7 @@ def main() -> None:
     dist.init_process_group("shm", timeout=TIMEOUT)
     {
         "collectives": collectives,
+        "exchanges": exchanges,
         "contract": contract,
         "clients": clients,
         "until_it_fails": until_it_fails,

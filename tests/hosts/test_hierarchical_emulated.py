@@ -121,6 +121,16 @@ def test_collectives_and_groups(places: tuple[int, ...], engine: str, tmp_path: 
 
 
 @pytest.mark.parametrize("places", [(0, 0, 1, 1), (0, 1, 1, 1), (0, 1, 2, 0, 1, 2)], ids=str)
+def test_parts_for_each_rank_travel_with_the_calls(places: tuple[int, ...], tmp_path: Path) -> None:
+    """Up to a limit, beyond which the engine is asked."""
+    with _ranks(places, "exchanges", tmp_path) as ranks:
+        said = [ranks.result(rank)["asked"] for rank in range(len(places))]
+    for name in said[0]:
+        assert [of[name][0] for of in said] == [0] * len(places), name
+        assert sum(of[name][1] for of in said) > 0, name
+
+
+@pytest.mark.parametrize("places", [(0, 0, 1, 1), (0, 1, 1, 1), (0, 1, 2, 0, 1, 2)], ids=str)
 def test_ops_keep_the_contract(places: tuple[int, ...], tmp_path: Path) -> None:
     """Of every form: values, layouts, gradients, errors, vmap, compiled code."""
     with _ranks(places, "contract", tmp_path) as ranks:

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "backends/checked/agreement.h"
+#include "backends/checked/contribution.h"
 #include "backends/checked/roster.h"
 #include "program.h"
 
@@ -68,6 +69,9 @@ class Call {
   }
   // With data of this rank, which travels with the call.
   Agreement::Operation operation(Fingerprint called, std::string data) {
+    return operation(std::move(called), Contribution(std::move(data)));
+  }
+  Agreement::Operation operation(Fingerprint called, Contribution data) {
     Agreement::Operation operation = this->operation(std::move(called), kLong);
     operation.data = std::move(data);
     operation.receive = [state = state_](uint64_t seq, const std::vector<std::string>& received) {
@@ -167,6 +171,15 @@ inline Roster roster_of(int rank, const std::vector<std::string>& machines) {
     members.push_back({this_process(), machine, machine, machine});
   }
   return {{rank, static_cast<int>(machines.size()), "test"}, std::move(members)};
+}
+
+// The same data of each rank for all, as it comes with the word to go.
+inline Payload& put_all(Payload& words, const std::vector<std::string>& data) {
+  std::vector<Contribution> all;
+  for (const auto& one : data) {
+    all.emplace_back(one);
+  }
+  return put_all_of(words, all, 0);
 }
 
 inline Fingerprint summed(int64_t count, ReduceOp op = ReduceOp::Sum) {

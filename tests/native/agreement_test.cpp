@@ -117,7 +117,7 @@ void little_data_travels_with_the_calls() {
   }
   // More than may travel ends the line to the rank that sends it.
   Call much;
-  ranks[1].call(much.operation(summed(6), std::string(kMostData / 3 + kMostHeading + 1, 'x')));
+  ranks[1].call(much.operation(summed(6), std::string(kMostData / 3 + 1, 'x')));
   CHECK(much.failure().kind == Kind::RankLost);
 }
 
@@ -402,8 +402,8 @@ void little_messages_travel_with_what_is_said_of_them() {
 
 void so_many_are_told_by_one() {
   Ranks hosts({"a", "b", "a", "c"}), alone(3);
-  CHECK(hosts[3].has_leaders() && hosts[3].told_by_one() == 2);
-  CHECK(!alone[1].has_leaders() && alone[1].told_by_one() == 3);
+  CHECK(hosts[3].led_hosts() == 3 && hosts[3].told_by_one() == 2);
+  CHECK(alone[1].led_hosts() == 0 && alone[1].told_by_one() == 3);
 }
 
 void so_much_goes_by_rank_0() {

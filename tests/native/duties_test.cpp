@@ -35,13 +35,11 @@ class Rank {
         duties_(roster_, calls_, connect(hosts.size(), peers), {}, {}) {}
 
   // Calls a collective with data of its own.
-  void call(Call& call) {
-    auto operation = call.operation(summed(6), "mine");
+  void call(Call& call, Contribution data = Contribution("mine")) {
+    auto operation = call.operation(summed(6), std::move(data));
     OpenCall entered{operation.op, std::nullopt, kLong, operation.begin, operation.fail};
     entered.receive = operation.receive;
-    auto words = encoded(operation.called);
-    put_data(words, operation.data);
-    calls_.enter(std::move(words), std::move(entered));
+    calls_.enter({operation.called, operation.data}, std::move(entered));
     work();
   }
   // Calls one whose data is long on its way.
@@ -49,12 +47,12 @@ class Rank {
     auto operation = call.operation(summed(6), kLong);
     OpenCall entered{operation.op, std::nullopt, kLong, operation.begin, operation.fail};
     entered.is_long = true;
-    calls_.enter(called_long(), std::move(entered));
+    calls_.enter({summed(6)}, std::move(entered));
     work();
   }
   static Payload called_long() {
     auto words = encoded(summed(6));
-    put_data(words, std::nullopt);
+    put(words, std::optional<Contribution>());
     return words;
   }
   void done(uint64_t seq) {
@@ -172,8 +170,35 @@ void heartbeats_go_where_nobody_else_would_notice() {
 
 Payload go(uint64_t seq) {
   Payload words = Payload().put(static_cast<int64_t>(seq));
-  put_all_data(words, std::vector<std::string>(kHosts.size(), "data"));
+  put_all(words, std::vector<std::string>(kHosts.size(), "data"));
   return words;
+}
+
+void rank_0_hears_what_is_for_its_host() {
+  const std::string letters = "abcdef";
+  const Contribution parts(letters, std::vector<int64_t>(kHosts.size(), 1));
+  const auto heard = [](Rank& rank, int peer) {
+    auto& line = rank.line(peer);
+    CHECK(line.listen(4096));
+    auto said = line.next();
+    CHECK(said && said->kind == kCalling);
+    const auto call = take_call(said->words, static_cast<int>(kHosts.size()), 3);
+    CHECK(call.seq == 1 && call.data);
+    std::string all;
+    for (size_t to = 0; to < kHosts.size(); ++to) {
+      all += call.data->of(static_cast<int>(to));
+    }
+    return all;
+  };
+  Call call;
+  Rank there(3, kHosts, {0, 2}), leader(2, kHosts, {0, 3, 4}), beside(1, kHosts, {0, 2});
+  there.call(call, parts);
+  CHECK(heard(there, 0) == "ab" && heard(there, 2) == letters);
+  leader.call(call, parts);
+  CHECK(heard(leader, 0) == "ab");
+  // Rank 0 leads this one.
+  beside.call(call, parts);
+  CHECK(heard(beside, 0) == letters && beside.heard_by(2) == Kinds());
 }
 
 void the_word_to_go_is_rank_0s_and_the_own_leaders() {
@@ -303,7 +328,7 @@ void what_rank_0_had_not_done_fails_at_once() {
       TwoLong calls(rank, {});
       for (const int64_t seq : {1, 2}) {
         Payload go = number(seq);
-        put_all_data(go, {});
+        put_all(go, {});
         rank.say(0, kGo, go);
       }
       CHECK(calls.first.begun() == 1);
@@ -326,6 +351,7 @@ void what_rank_0_had_not_done_fails_at_once() {
 
 const std::vector<Test> kTests = {
     TEST(heartbeats_go_where_nobody_else_would_notice),
+    TEST(rank_0_hears_what_is_for_its_host),
     TEST(the_word_to_go_is_rank_0s_and_the_own_leaders),
     TEST(what_a_rank_has_sent_is_heard_though_it_leaves),
     TEST(what_a_lost_rank_had_not_done_fails_at_once),

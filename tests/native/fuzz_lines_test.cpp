@@ -113,6 +113,20 @@ std::vector<int64_t> sizes(Random& random) {
                               random.below(100));
 }
 
+// Of a rank: the same for all, or parts.
+Contribution given(Random& random) {
+  const std::string bytes = random.text();
+  if (random.one_in(2)) {
+    return Contribution(bytes);
+  }
+  std::vector<int64_t> parts(kRanks);
+  for (auto left = static_cast<int64_t>(bytes.size()); auto& part : parts) {
+    part = &part == &parts.back() ? left : random.below(left + 1);
+    left -= part;
+  }
+  return {bytes, parts};
+}
+
 // A sentence that makes sense, of a rank whose next call and message are `seq` and `number`.
 Payload sentence(uint32_t kind, uint64_t seq, uint64_t number, Random& random) {
   switch (kind) {
@@ -121,9 +135,7 @@ Payload sentence(uint32_t kind, uint64_t seq, uint64_t number, Random& random) {
       called.op_type = OpType::Barrier;
       called.unit = "float32";
       if (random.one_in(2)) {  // often alike on all ranks
-        Payload words = encoded(called);
-        put_data(words, random.text());
-        return words.put(static_cast<int64_t>(seq));
+        return encoded(Calling{called, given(random), seq});
       }
       called.op_type = static_cast<OpType>(random.below(12));
       called.reduce_op = static_cast<ReduceOp>(random.below(10));
@@ -134,9 +146,8 @@ Payload sentence(uint32_t kind, uint64_t seq, uint64_t number, Random& random) {
         called.expects = sizes(random);
         called.is_uneven = true;
       }
-      Payload words = encoded(called);
-      put_data(words, random.one_in(2) ? std::optional(random.text()) : std::nullopt);
-      return words.put(static_cast<int64_t>(seq));
+      return encoded(
+          Calling{called, random.one_in(2) ? std::optional(given(random)) : std::nullopt, seq});
     }
     case kPosting: {
       Posted posted{.sends = random.one_in(2),
@@ -156,13 +167,12 @@ Payload sentence(uint32_t kind, uint64_t seq, uint64_t number, Random& random) {
 
 // Of all ranks, as it comes with the word to go.
 Payload all_data(Random& random) {
-  std::vector<std::string> data(kRanks);
-  for (auto& of : data) {
-    of = random.text();
+  std::vector<Contribution> data;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    data.push_back(given(random));
   }
   Payload words;
-  put_all_data(words, data);
-  return words;
+  return put_all_of(words, data, static_cast<int>(random.below(kRanks)));
 }
 
 std::vector<Member> members() {
@@ -393,7 +403,7 @@ void words_are_taken_apart_or_refused() {
           changed(all_data(random).bytes(), random),
           changed(encoded(End{ErrorKind::RankLost, {1}, "gone", kDataGrace}).bytes(), random),
           random.text()}) {
-      for (int which = 0; which < 4; ++which) {
+      for (int which = 0; which < 5; ++which) {
         Payload words(bytes);
         try {
           if (which == 0) {
@@ -403,7 +413,12 @@ void words_are_taken_apart_or_refused() {
             const auto posted = take_posted(words);
             CHECK(posted.dtype <= DType::Bytes);
           } else if (which == 2) {
-            const auto data = take_all_data(words, kRanks);
+            const auto call = take_call(words, kRanks, 2);
+            for (int rank = 0; call.data && rank < kRanks; ++rank) {
+              CHECK(call.data->of(rank).size() <= call.data->size());
+            }
+          } else if (which == 3) {
+            const auto data = take_all(words, kRanks);
             CHECK(data.empty() || data.size() == kRanks);
           } else {
             const auto end = take_end(words);

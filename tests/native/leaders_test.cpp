@@ -44,6 +44,26 @@ std::vector<std::string> all_data(uint64_t call, int size) {
   return all;
 }
 
+// For some ranks there is nothing.
+std::string part_of(uint64_t call, int from, int to) {
+  std::string part;
+  for (auto times = (static_cast<int>(call) + from + 2 * to) % 3; times > 0; --times) {
+    part += std::to_string(call) + " of " + std::to_string(from) + " for " + std::to_string(to);
+  }
+  return part;
+}
+
+Contribution parts_of(uint64_t call, int from, int size) {
+  std::string bytes;
+  std::vector<int64_t> parts;
+  for (int to = 0; to < size; ++to) {
+    const auto part = part_of(call, from, to);
+    bytes += part;
+    parts.push_back(static_cast<int64_t>(part.size()));
+  }
+  return {bytes, parts};
+}
+
 // Calls `body` with each rank, on a thread of its own.
 void on_all(int size, const std::function<void(int rank)>& body) {
   std::vector<std::thread> threads;
@@ -72,6 +92,31 @@ void all_receive_the_data_of_all() {
         }
         CHECK(call.begun() == i);
         CHECK(call.received() == (i % 5 != 0 ? all_data(i, size) : std::vector<std::string>()));
+        ranks[rank].done(i);
+      }
+    });
+  }
+}
+
+void all_receive_their_parts() {
+  constexpr uint64_t kCalls = 60;
+  auto groups = kGroups;
+  groups.push_back({"a", "a", "a"});  // rank 0 tells all
+  for (const auto& machines : groups) {
+    Ranks ranks(machines);
+    const auto size = static_cast<int>(machines.size());
+    on_all(size, [&](int rank) {
+      for (uint64_t i = 1; i <= kCalls; ++i) {
+        Call call;
+        const auto seq = ranks[rank].call(call.operation(summed(6), parts_of(i, rank, size)));
+        if (i % 3 != 0) {
+          ranks[rank].help(seq, Clock::now() + kLong);
+        }
+        std::vector<std::string> expected;
+        for (int from = 0; from < size; ++from) {
+          expected.push_back(part_of(i, from, rank));
+        }
+        CHECK(call.begun() == i && call.received() == expected);
         ranks[rank].done(i);
       }
     });
@@ -209,9 +254,7 @@ Roster roster_of(int rank, const std::vector<std::string>& machines) {
 }
 
 Payload calling(uint64_t seq, const Fingerprint& called, const std::optional<std::string>& data) {
-  Payload words = encoded(called);
-  put_data(words, data);
-  return words.put(static_cast<int64_t>(seq));
+  return encoded(Calling{called, data ? std::optional<Contribution>(*data) : std::nullopt, seq});
 }
 
 struct Said {
@@ -268,12 +311,42 @@ void a_leader_passes_on_what_its_host_calls() {
     (*leader).hear_calls(0, of_a);
     Payload go;
     go.put(1);
-    put_all_data(go, all_data(1, 6));
+    put_all(go, all_data(1, 6));
     CHECK((leader.said() == std::vector<Said>{{2, kGo, go.bytes()}, {3, kGo, go.bytes()}}));
     // What comes twice, or late, is nothing new.
     (*leader).hear_call(3, call(3));
     CHECK(leader.said().empty());
   }
+}
+
+void a_leader_passes_on_what_is_for_each_host() {
+  const auto call = [](int rank) { return encoded(Calling{summed(6), parts_of(1, rank, 6), 1}); };
+  Leader leader(2, kThree);
+  (*leader).hear_call(2, call(2));
+  (*leader).hear_call(3, call(3));
+  const auto passed_on = leader.said();
+  CHECK(passed_on.size() == 1 && passed_on[0].rank == 4 && passed_on[0].kind == kRelaying);
+  Payload all(passed_on[0].words);
+  for (const int from : {2, 3}) {
+    Payload words(all.text());
+    const auto passed = take_call(words, 6, 3);
+    for (int to = 0; to < 6; ++to) {
+      CHECK(passed.data->of(to) == (to >= 4 ? part_of(1, from, to) : ""));
+    }
+  }
+  auto of_c = together({call(4), call(5)}), of_a = together({call(0), call(1)});
+  (*leader).hear_calls(4, of_c);
+  (*leader).hear_calls(0, of_a);
+  std::vector<Said> expected;
+  for (const int to : {2, 3}) {
+    std::vector<Contribution> parts;
+    for (int from = 0; from < 6; ++from) {
+      parts.emplace_back(part_of(1, from, to));
+    }
+    Payload go;
+    expected.push_back({to, kGo, put_all_of(go.put(1), parts, to).bytes()});
+  }
+  CHECK(leader.said() == expected);
 }
 
 void rank_0_passes_on_and_lets_the_coordinator_say_the_rest() {
@@ -485,12 +558,14 @@ void leaders_that_lose_each_other_end_the_group() {
 
 const std::vector<Test> kTests = {
     TEST(all_receive_the_data_of_all),
+    TEST(all_receive_their_parts),
     TEST(calls_in_flight_begin_in_their_order),
     TEST(ranks_that_disagree_all_hear_of_it_once),
     TEST(who_leaves_after_its_last_call_fails_nobody),
     TEST(who_does_not_call_is_named),
     TEST(who_leaves_without_a_call_is_named),
     TEST(a_leader_passes_on_what_its_host_calls),
+    TEST(a_leader_passes_on_what_is_for_each_host),
     TEST(rank_0_passes_on_and_lets_the_coordinator_say_the_rest),
     TEST(a_leader_says_nothing_of_what_rank_0_decides),
     TEST(rank_0_may_be_far_ahead),

@@ -164,7 +164,7 @@ void the_next_leader_hears_and_tells_what_rank_0_cannot() {
     Call call;
     CHECK(rank_1->call(call.operation(summed(1), kLong)) == 1);
     Payload go = Payload().put(1);
-    put_all_data(go, {});
+    put_all(go, {});
     lines[0].say(kGo, go);
     CHECK(call.begun() == 1);
     // Who leaves in good order has sent what it owes: it would be waited for, for ever.

@@ -47,8 +47,9 @@ class Topology:
     ``"whole"`` is an all_reduce inside and then one of everything on every rail. Before each of
     these the ranks agree at rank 0, a round trip. ``"piggyback"`` is data that travels with the
     calls: from host to host on up to 16, up to 128 KiB of all ranks, 256 KiB divided by those of a
-    host beyond 2; else to rank 0 and from there to all ranks, up to 32 KiB, 256 KiB divided by all
-    ranks beyond 8.
+    host beyond 2, and of an all_to_all, reduce_scatter or scatter up to twice as much for each
+    host; else to rank 0 and from there to all ranks, up to 32 KiB, 256 KiB divided by all ranks
+    beyond 8.
 
     Args:
         ranks_per_host: as many on every host; the last one may have fewer.
@@ -128,24 +129,9 @@ class Topology:
         agreement = 2 * far.latency + (ranks - 1) * self.per_rank
         steps = _steps(traffic.pattern, ranks) * self.per_step
         times = {"flat": agreement + steps + self._between(op, ranks, flat, 2 * flat)}
-        # What all contribute; a leader says its host's and hears the others', a root's hears none.
-        data = ranks * traffic.pattern.buffers(ranks, size)[0]
-        said, heard = data * here / ranks, data * (ranks - here) / ranks
-        if traffic.pattern is Pattern.BROADCAST:
-            data, said, heard = size, size, 0.0
-        by_leaders = hosts <= _C.MOST_LEADERS
-        most = _C.usual_piggyback(here if by_leaders else ranks, by_leaders)
-        if traffic.pattern is not Pattern.MESSAGE and data <= most:
-            if by_leaders:
-                # To each other host, and everything to its own ranks.
-                link = max(heard, said * (hosts - 1)) / far.bandwidth
-                moved = heard + said * (hosts - 1) + data * (here - 1)
-                times["piggyback"] = (
-                    agreement - far.latency + max(link, moved / self.host_bandwidth)
-                )
-            else:
-                # Rank 0 sends it to each rank on another host.
-                times["piggyback"] = agreement + (ranks - here) * data / far.bandwidth
+        travels = self._travels_with_calls(traffic.pattern, ranks, size)
+        if travels is not None:
+            times["piggyback"] = agreement + travels
         if here == 1 or traffic.pattern is Pattern.MESSAGE:
             return times
         between = self._between(op, hosts, across, 2 * across)
@@ -179,6 +165,31 @@ class Topology:
         else:
             times["rails"] = on_rails + between + inside
         return times
+
+    def _travels_with_calls(self, pattern: Pattern, ranks: int, size: float) -> float | None:
+        """Seconds beside those of the agreement at rank 0; none where the data is not little."""
+        hosts, here = self.hosts(ranks), min(ranks, self.ranks_per_host)
+        by_leaders = hosts <= _C.MOST_LEADERS
+        most = _C.usual_piggyback(here if by_leaders else ranks, by_leaders)
+        exchanges = pattern in (Pattern.ALL_TO_ALL, Pattern.REDUCE_SCATTER, Pattern.SCATTER)
+        of_root = pattern in (Pattern.BROADCAST, Pattern.SCATTER)
+        # What is given in all, and what of it one rank takes.
+        data = pattern.buffers(ranks, size)[0] * (1 if of_root else ranks)
+        taken = data / ranks if exchanges else data
+        if exchanges and by_leaders:
+            most *= _C.EXCHANGED_PER_HOST * hosts
+        if pattern is Pattern.MESSAGE or data > most:
+            return None
+        if not by_leaders:
+            return (ranks - here) * taken / self.between.bandwidth  # from rank 0
+        # A leader says to each other host what its own gives, and hears what that gives; a root's
+        # hears nothing.
+        said = (1.0 if of_root else here / ranks) * data / (hosts if exchanges else 1)
+        heard = 0.0 if of_root else said
+        link = max(said, heard) * (hosts - 1)
+        moved = (said + heard) * (hosts - 1) + taken * (here - 1)
+        seconds = max(link / self.between.bandwidth, moved / self.host_bandwidth)
+        return seconds - self.between.latency
 
     def _between(self, op: str, members: int, wire: float, moved: float) -> float:
         """Seconds of what goes between hosts: by the link, or by the processors of a host."""

@@ -84,14 +84,13 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   // --- From any thread --------------------------------------------------------------------------
 
   uint64_t call(Operation operation) {
-    Payload words = encoded(operation.called);
-    put_data(words, operation.data);
     OpenCall call{std::move(operation.op), std::nullopt, operation.timeout,
                   std::move(operation.begin), std::move(operation.fail)};
     call.receive = std::move(operation.receive);
     call.is_long = operation.is_long;
+    Calling said{std::move(operation.called), std::move(operation.data)};
     return tell(std::move(call), [&](OpenCall entered) {
-      return calls_.enter(std::move(words), std::move(entered));
+      return calls_.enter(std::move(said), std::move(entered));
     });
   }
 
@@ -118,11 +117,11 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     });
   }
 
-  bool has_leaders() const {
-    return !roster_.hosts().empty();
+  size_t led_hosts() const {
+    return roster_.hosts().size();
   }
   size_t told_by_one() const {
-    size_t most = has_leaders() ? 0 : static_cast<size_t>(roster_.place().size);
+    size_t most = led_hosts() > 0 ? 0 : static_cast<size_t>(roster_.place().size);
     for (const auto& ranks : roster_.hosts()) {
       most = std::max(most, ranks.size());
     }
@@ -440,8 +439,8 @@ bool Agreement::has_collectives() const {
   return impl_->has_collectives();
 }
 
-bool Agreement::has_leaders() const {
-  return impl_->has_leaders();
+size_t Agreement::led_hosts() const {
+  return impl_->led_hosts();
 }
 
 size_t Agreement::told_by_one() const {

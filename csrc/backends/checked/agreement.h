@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "backends/checked/contribution.h"
 #include "base/errors.h"
 #include "base/fingerprint.h"
 #include "control/store.h"
@@ -35,7 +36,7 @@ class Agreement {
     // Instead of `begin`, or after it where it was not done() by then.
     std::function<void(const Failure&)> fail;
     // What this rank contributes, where it is little: it travels with the call.
-    std::optional<std::string> data = std::nullopt;
+    std::optional<Contribution> data = std::nullopt;
     // Instead of `begin`, where all ranks gave their data: it is here, in the order of ranks.
     std::function<void(uint64_t seq, const std::vector<std::string>& data)> receive = nullptr;
     // Its data is long on its way: ranks say when it is there, so that it fails at once where one
@@ -89,9 +90,9 @@ class Agreement {
   uint64_t count() const;
   // Whether some have been called that are not done.
   bool has_collectives() const;
-  // Whether leaders of hosts tell their ranks what all have called, and not rank 0 everybody; and
-  // how many ranks one tells at most, itself among them.
-  bool has_leaders() const;
+  // The hosts whose leaders tell their ranks what all have called; none where rank 0 tells
+  // everybody. And how many ranks one tells at most, itself among them.
+  size_t led_hosts() const;
   size_t told_by_one() const;
   // So many bytes of a message to `peer` may travel with what is said of it.
   size_t most_with_words(int peer) const;

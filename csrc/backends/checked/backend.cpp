@@ -88,9 +88,10 @@ Capabilities capabilities_outside(Capabilities inside) {
 // `given`: by the user.
 Little little_of(const Capabilities& inner, std::optional<size_t> given,
                  const Agreement& agreement) {
-  const size_t usual = usual_piggyback(agreement.told_by_one(), agreement.has_leaders());
+  const size_t hosts = agreement.led_hosts();
+  const size_t usual = usual_piggyback(agreement.told_by_one(), hosts > 0);
   const bool can = inner.methods.has(Method::AllToAllSingle);
-  return {can ? std::min(given.value_or(usual), kMostData) : 0, usual};
+  return {can ? std::min(given.value_or(usual), kMostData) : 0, usual, hosts};
 }
 
 // Whether the backend has the tag, as far as is known. Others are for it to refuse, whatever a
@@ -212,14 +213,14 @@ AgreedCall CheckedBackend::agreed_call(string_view op, Milliseconds timeout, Fin
   const auto kept = std::make_shared<HeldRequest>(std::move(request));
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   AgreedCall call{op, std::move(called), timeout, {}, is_quick(*kept)};
-  const bool is_little = reduces_little(*kept, group_, little_.most);
+  const bool is_little = reduces_little(*kept, group_, little_);
   call.called.manner = manner_of(*kept, group_, little_);
   call.begin = [kept, adapter = inner(op, timeout, is_little)] {
     return lowering::start(adapter, *kept);
   };
   // What is read now is what it is to read only where nothing is in flight that may write it.
   if (!agreement_->has_collectives()) {
-    call.piggyback = piggyback_of(*kept, group_, little_.most);
+    call.piggyback = piggyback_of(*kept, group_, little_);
   }
   return call;
 }
@@ -471,6 +472,7 @@ void bind_checked(pybind11::module_& m) {
                              "The backend that does the work.");
   m.def("usual_piggyback", &usual_piggyback, py::arg("told"), py::arg("by_leaders"));
   m.attr("MOST_PIGGYBACK") = kMostData;
+  m.attr("EXCHANGED_PER_HOST") = kExchangedPerHost;
   m.attr("MOST_LEADERS") = kMostLeaders;
   m.def("close_checked_groups", &CheckedBackend::close_all, py::arg("grace"),
         py::call_guard<py::gil_scoped_release>());

@@ -179,11 +179,8 @@ void Coordinator::compare() {
                      std::chrono::milliseconds(0)});
       }
     } else {
-      put_all_data(words, calls.data);
       const bool leaders_tell = !calls.data.empty() && !roster_.hosts().empty();
-      for (const int rank : leaders_tell ? roster_.own_host() : all_ranks()) {
-        tell_(rank, kGo, words);
-      }
+      tell_go(agreed, calls.data, leaders_tell ? roster_.own_host() : all_ranks(), tell_);
     }
   }
 }

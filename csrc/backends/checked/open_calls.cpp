@@ -25,15 +25,14 @@ std::optional<OpenCalls::Failed> OpenCalls::refuse(OpenCall& call, uint64_t seq)
   return Failed{std::move(call), std::move(failure)};
 }
 
-std::pair<uint64_t, std::optional<OpenCalls::Failed>> OpenCalls::enter(Payload words,
+std::pair<uint64_t, std::optional<OpenCalls::Failed>> OpenCalls::enter(Calling said,
                                                                        OpenCall call) {
   const std::lock_guard lock(mutex_);
-  const uint64_t seq = ++count_;
+  const uint64_t seq = said.seq = ++count_;
   if (auto failed = refuse(call, seq)) {
     return {seq, std::move(failed)};
   }
-  words.put(static_cast<int64_t>(seq));
-  news_.push_back({seq, kCalling, std::move(words), static_cast<bool>(call.receive)});
+  news_.push_back({seq, kCalling, {}, std::move(said)});
   table_.add_collective(seq, std::move(call));
   return {seq, std::nullopt};
 }

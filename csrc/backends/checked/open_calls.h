@@ -30,7 +30,7 @@ struct News {
   uint64_t seq;
   Says kind;
   Payload words;
-  bool has_data = false;  // of a call
+  std::optional<Calling> call = std::nullopt;  // in place of words
   // Of a message, which is over once it is said: the rank that wants it.
   std::optional<int> wanted_by = std::nullopt;
 };
@@ -52,9 +52,8 @@ class OpenCalls {
 
   // --- From any thread --------------------------------------------------------------------------
 
-  // Its number among this rank's collectives, which follows `words` in what is to be said; with its
-  // failure where the group is of no more use.
-  std::pair<uint64_t, std::optional<Failed>> enter(Payload words, OpenCall call);
+  // Its number among this rank's collectives; with its failure where the group is of no more use.
+  std::pair<uint64_t, std::optional<Failed>> enter(Calling said, OpenCall call);
   // The same of one end of a message, whose data stays here where there is much on its way.
   std::pair<uint64_t, std::optional<Failed>> enter_message(Posted posted, OpenCall call);
   void add_news(News news);

@@ -34,7 +34,7 @@ void Participant::obey(uint32_t kind, Payload& words) {
   switch (kind) {
     case kGo: {
       const auto seq = static_cast<uint64_t>(words.number());
-      calls_.go(seq, take_all_data(words, roster_.place().size));
+      calls_.go(seq, take_all(words, roster_.place().size));
       break;
     }
     case kDiffer: {
@@ -143,12 +143,25 @@ std::optional<uint64_t> Participant::undone_by_root() const {
   return is_told && !root_left_ ? std::optional(root_done_ + 1) : std::nullopt;
 }
 
+void Participant::say_call(Calling call) {
+  Payload words = encoded(call);
+  const auto& own = roster_.own_host();
+  if (call.data && !own.empty()) {
+    say_call_(words);
+    // Rank 0 passes on what its own host calls alone.
+    if (call.data->has_parts() && own.front() != 0) {
+      call.data = call.data->of(roster_.hosts().front());
+      words = encoded(call);
+    }
+  }
+  say_(kCalling, std::move(words));
+}
+
 void Participant::tell_news() {
   for (auto& one : calls_.take_news()) {
-    if (one.has_data) {
-      say_call_(one.words);
-    }
-    if (one.kind != kBroken || calls_.break_off(one.seq)) {
+    if (one.call) {
+      say_call(std::move(*one.call));
+    } else if (one.kind != kBroken || calls_.break_off(one.seq)) {
       say_(one.kind, std::move(one.words));
     }
   }

@@ -52,6 +52,8 @@ class Participant {
   static News broken(uint64_t seq, const std::string& why);
 
  private:
+  // To rank 0, and to this rank's leader where it gives data.
+  void say_call(Calling call);
   void finish(End end);
   void lose_everybody();
   bool is_root_stopped() const;

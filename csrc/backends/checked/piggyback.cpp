@@ -4,12 +4,10 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
-#include <string_view>
 #include <utility>
 
 #include "backends/adapter/adapter.h"
 #include "backends/adapter/lowering.h"
-#include "backends/checked/protocol.h"
 #include "backends/process_group/inner_backend.h"
 
 namespace c10d_ext {
@@ -46,54 +44,22 @@ void receive_of_root(const InnerCollective& what, bool is_root,
   }
 }
 
-// Before what a rank sends to all: how much of it goes to each; kUneven, and how much to which.
-constexpr int64_t kUneven = -1;
-
-std::string exchanged(const InnerCollective& what) {
-  const Sizes& sent = what.sent;
-  Sizes heading{sent.front()};
-  if (!std::equal(sent.begin() + 1, sent.end(), sent.begin())) {
-    heading = {kUneven};
-    heading.insert(heading.end(), sent.begin(), sent.end());
+// Of an exchange each rank is told what is for it.
+Contribution parts_of(const InnerCollective& what) {
+  Sizes parts = what.sent;
+  for (auto& part : parts) {
+    part *= static_cast<int64_t>(what.source.itemsize());
   }
-  std::string data(reinterpret_cast<const char*>(heading.data()), heading.size() * sizeof(int64_t));
-  return data + bytes_in(what.source);
+  return {bytes_in(what.source), parts};
 }
 
-// Takes the heading off.
-Sizes sizes_in(std::string_view& data, size_t ranks) {
-  const auto take = [&](Sizes& sizes) {
-    const size_t bytes = sizes.size() * sizeof(int64_t);
-    check_size(data.size() >= bytes);
-    std::memcpy(sizes.data(), data.data(), bytes);
-    data.remove_prefix(bytes);
-  };
-  Sizes each(1), sent(ranks);
-  take(each);
-  if (each[0] == kUneven) {
-    take(sent);
-  } else {
-    sent.assign(ranks, each[0]);
-  }
-  return sent;
-}
-
-void receive_own_parts(const InnerCollective& what, int rank,
-                       const std::vector<std::string>& data) {
+void receive_parts(const InnerCollective& what, const std::vector<std::string>& data) {
   const size_t element = what.out.itemsize();
   auto* to = static_cast<char*>(what.out.mutable_data_ptr());
   for (size_t from = 0; from < data.size(); ++from) {
-    std::string_view parts = data[from];
-    const Sizes sent = sizes_in(parts, data.size());
-    size_t offset = 0;
-    for (int64_t i = 0; i < rank; ++i) {
-      offset += static_cast<size_t>(sent[static_cast<size_t>(i)]) * element;
-    }
-    const size_t bytes = static_cast<size_t>(what.received[from]) * element;
-    check_size(sent[static_cast<size_t>(rank)] == what.received[from] && offset <= parts.size() &&
-               bytes <= parts.size() - offset);
-    std::memcpy(to, parts.data() + offset, bytes);
-    to += bytes;
+    check_size(data[from].size() == static_cast<size_t>(what.received[from]) * element);
+    std::memcpy(to, data[from].data(), data[from].size());
+    to += data[from].size();
   }
 }
 
@@ -126,17 +92,15 @@ class PiggybackBackend final : public InnerBackend {
   void start(const InnerWork& /*work*/, InnerCollective what) override {
     switch (what.op) {
       case OpType::AllGather:
-        noted_.data = bytes_in(what.source);
+        noted_.data = Contribution(bytes_in(what.source));
         noted_.receive = [out = what.out](const auto& data) { receive_rows(out, data); };
         return;
       case OpType::AllToAll:
-        noted_.data = exchanged(what);
-        noted_.receive = [what = std::move(what), rank = rank_](const auto& data) {
-          receive_own_parts(what, rank, data);
-        };
+        noted_.data = parts_of(what);
+        noted_.receive = [what = std::move(what)](const auto& data) { receive_parts(what, data); };
         return;
       case OpType::Broadcast:
-        noted_.data = rank_ == what.root ? bytes_in(what.out) : std::string();
+        noted_.data = rank_ == what.root ? Contribution(bytes_in(what.out)) : Contribution();
         noted_.receive = [what = std::move(what), is_root = rank_ == what.root](const auto& data) {
           receive_of_root(what, is_root, data);
         };
@@ -171,16 +135,22 @@ size_t bytes_of_all(at::TensorList tensors) {
   return bytes;
 }
 
+// Of one rank.
+size_t most_of_this(const HeldRequest& request, const Group& group, const Little& little) {
+  return most_of_a_rank(request.type, little.most, static_cast<size_t>(group.size()), little.hosts);
+}
+
 }  // namespace
 
-bool reduces_little(const HeldRequest& request, const Group& group, size_t most) {
+bool reduces_little(const HeldRequest& request, const Group& group, const Little& little) {
   return request.reduction && request.type != OpType::SparseAllReduce &&
-         bytes_of_all(request.sources) * static_cast<size_t>(group.size()) <= most;
+         bytes_of_all(request.sources) <= most_of_this(request, group, little);
 }
 
 std::string manner_of(const HeldRequest& request, const Group& group, const Little& little) {
   if (little.most == little.usual ||
-      !reduces_little(request, group, std::max(little.most, little.usual))) {
+      !reduces_little(request, group,
+                      {std::max(little.most, little.usual), little.usual, little.hosts})) {
     return {};
   }
   return " with TORCH_C10D_EXT_SHM_PIGGYBACK=" + std::to_string(little.most);
@@ -195,15 +165,15 @@ Capabilities capabilities_for_little(Capabilities inner) {
   return inner;
 }
 
-std::optional<Piggyback> piggyback_of(const HeldRequest& request, const Group& group, size_t most) {
-  if (most == 0 || request.type == OpType::SparseAllReduce) {
+std::optional<Piggyback> piggyback_of(const HeldRequest& request, const Group& group,
+                                      const Little& little) {
+  if (little.most == 0 || request.type == OpType::SparseAllReduce) {
     return std::nullopt;
   }
-  // Of a broadcast the root's data travels alone.
-  const auto ranks = request.type == OpType::Broadcast ? 1 : static_cast<size_t>(group.size());
+  const size_t most = most_of_this(request, group, little);
   const bool is_little =
       request.type == OpType::Barrier ||
-      (bytes_of_all(request.sources) * ranks <= most && bytes_of_all(request.outs) <= most);
+      (bytes_of_all(request.sources) <= most && bytes_of_all(request.outs) <= little.most);
   if (!is_little) {
     return std::nullopt;
   }
@@ -211,7 +181,7 @@ std::optional<Piggyback> piggyback_of(const HeldRequest& request, const Group& g
   const Adapter adapter(request.op, group, backend, backend->capabilities(), std::nullopt);
   Started started = lowering::start(adapter, request);
   Piggyback noted = backend->take();
-  if (!noted.receive || noted.data.size() > most / ranks + kMostHeading) {
+  if (!noted.receive || noted.data.size() > most) {
     return std::nullopt;
   }
   noted.receive = [receive = std::move(noted.receive),

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "backends/capabilities.h"
+#include "backends/checked/contribution.h"
 #include "backends/request.h"
 #include "base/group.h"
 
@@ -18,7 +19,7 @@ namespace c10d_ext {
 
 struct Piggyback {
   // What this rank contributes.
-  std::string data;
+  Contribution data;
   // Makes the result of what all ranks contribute, in their order. Throws where that has another
   // size than this rank expects.
   std::function<void(const std::vector<std::string>& data)> receive;
@@ -33,24 +34,27 @@ constexpr size_t usual_piggyback(size_t told, bool by_leaders) {
   return std::min(most, kMostSent / std::max<size_t>(told, 1));
 }
 
-// So many bytes of all ranks together are little, and as many would be without a setting.
+// So many bytes of all ranks together are little, and as many would be without a setting; of an
+// exchange more, by the hosts whose leaders pass them on.
 struct Little {
   size_t most;
   size_t usual;
+  size_t hosts;
 };
 
-// Whether values are reduced that are little: `most` bytes of all ranks together at most. The same
-// on all ranks. Whatever moves them, they are reduced in the order of ranks, on each rank, so that
-// results do not depend on whether they could travel with the calls.
-bool reduces_little(const HeldRequest& request, const Group& group, size_t most);
+// Whether values are reduced that are little. The same on all ranks. Whatever moves them, they are
+// reduced in the order of ranks, on each rank, so that results do not depend on whether they could
+// travel with the calls.
+bool reduces_little(const HeldRequest& request, const Group& group, const Little& little);
 // What ranks must agree on where that is other than usual: on this rank it may be little, or on one
 // with the usual setting.
 std::string manner_of(const HeldRequest& request, const Group& group, const Little& little);
 // How `inner` is used for those: as piggyback_of() does without it.
 Capabilities capabilities_for_little(Capabilities inner);
 
-// None where it is more than `most` bytes of all ranks together, or no kind that travels so. Reads
-// the sources now, and writes nothing but a root's own result of what it broadcasts.
-std::optional<Piggyback> piggyback_of(const HeldRequest& request, const Group& group, size_t most);
+// None where it is not little, or no kind that travels so. Reads the sources now, and writes
+// nothing but a root's own result of what it broadcasts.
+std::optional<Piggyback> piggyback_of(const HeldRequest& request, const Group& group,
+                                      const Little& little);
 
 }  // namespace c10d_ext

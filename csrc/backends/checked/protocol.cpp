@@ -1,5 +1,6 @@
 #include "backends/checked/protocol.h"
 
+#include <algorithm>
 #include <stdexcept>
 
 namespace c10d_ext {
@@ -52,7 +53,12 @@ Fingerprint take_fingerprint(Payload& words) {
   return called;
 }
 
-Calling take_call(Payload& words, int ranks) {
+Payload encoded(const Calling& call) {
+  Payload words = encoded(call.called);
+  return put(words, call.data).put(static_cast<int64_t>(call.seq));
+}
+
+Calling take_call(Payload& words, int ranks, size_t hosts) {
   Calling call;
   call.called = take_fingerprint(words);
   const auto is_of_all = [&](const auto& parts) {
@@ -62,14 +68,27 @@ Calling take_call(Payload& words, int ranks) {
       call.called.root >= ranks) {
     throw std::runtime_error("a call of another group");
   }
-  call.data = take_data(words);
-  // Of a broadcast the root's alone.
-  const size_t of_all = call.called.op_type == OpType::Broadcast ? 1 : static_cast<size_t>(ranks);
-  if (call.data && call.data->size() > kMostData / of_all + kMostHeading) {
+  call.data = take_contribution(words, ranks);
+  if (call.data && call.data->size() > most_of_a_rank(call.called.op_type, kMostData,
+                                                      static_cast<size_t>(ranks), hosts)) {
     throw std::runtime_error("a call with too much data");
   }
   call.seq = static_cast<uint64_t>(words.number());
   return call;
+}
+
+void tell_go(uint64_t seq, const std::vector<Contribution>& data, const std::vector<int>& ranks,
+             const std::function<void(int rank, Says kind, const Payload& words)>& tell) {
+  const bool has_parts =
+      std::any_of(data.begin(), data.end(), [](const auto& one) { return one.has_parts(); });
+  std::optional<Payload> words;
+  for (const int rank : ranks) {
+    if (!words || has_parts) {
+      words = Payload().put(static_cast<int64_t>(seq));
+      put_all_of(*words, data, rank);
+    }
+    tell(rank, kGo, *words);
+  }
 }
 
 void put_data(Payload& words, const std::optional<std::string>& data) {
@@ -81,30 +100,6 @@ void put_data(Payload& words, const std::optional<std::string>& data) {
 
 std::optional<std::string> take_data(Payload& words) {
   return within(words.number(), 0, 1) != 0 ? std::optional(words.text()) : std::nullopt;
-}
-
-void put_all_data(Payload& words, const std::vector<std::string>& data) {
-  size_t bytes = sizeof(int64_t);
-  for (const auto& one : data) {
-    bytes += sizeof(int64_t) + one.size();
-  }
-  words.reserve(bytes);
-  words.put(static_cast<int64_t>(data.size()));
-  for (const auto& one : data) {
-    words.put(one);
-  }
-}
-
-std::vector<std::string> take_all_data(Payload& words, int ranks) {
-  const auto count = words.number();
-  if (count != 0 && count != ranks) {
-    throw std::runtime_error("data of another group");
-  }
-  std::vector<std::string> data;
-  for (int64_t i = 0; i < count; ++i) {
-    data.push_back(words.text());
-  }
-  return data;
 }
 
 Payload encoded(const Posted& posted) {

@@ -5,7 +5,8 @@
 //   rank r                                rank 0
 //   Calling: what, and its data if     ->
 //     that is little
-//                                      <- Go, with all data if all gave theirs, or
+//                                      <- Go, with all data if all gave theirs (where
+//                                         each rank has a part of it, with those), or
 //                                         Differ: how; once all ranks call
 //   Posting: one end of a message, and
 //     its data if that is little       ->
@@ -47,10 +48,12 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "backends/checked/contribution.h"
 #include "backends/checked/matching.h"
 #include "base/errors.h"
 #include "base/fingerprint.h"
@@ -109,23 +112,21 @@ Fingerprint take_fingerprint(Payload& words);
 // What a rank says of its call, which ends with its number.
 struct Calling {
   Fingerprint called;
-  std::optional<std::string> data;
+  std::optional<Contribution> data;
   uint64_t seq = 0;
 };
-// Of a group of so many ranks. Throws std::runtime_error where it can be of no rank of it.
-Calling take_call(Payload& words, int ranks);
+Payload encoded(const Calling& call);
+// Of a group of so many ranks and hosts. Throws std::runtime_error where it can be of no rank of
+// it.
+Calling take_call(Payload& words, int ranks, size_t hosts);
 
-// So many bytes of all ranks together travel with calls at most, whatever is set.
-constexpr size_t kMostData = 262144;
-// Beside the share of each rank, so that all collectives are little up to the same size.
-constexpr size_t kMostHeading = 8;
-// The data that travels with a call, where it does.
+// Has `tell` tell those ranks that all have called it, each with what it is to have of all data.
+void tell_go(uint64_t seq, const std::vector<Contribution>& data, const std::vector<int>& ranks,
+             const std::function<void(int rank, Says kind, const Payload& words)>& tell);
+
+// The data that travels with a message, where it does.
 void put_data(Payload& words, const std::optional<std::string>& data);
 std::optional<std::string> take_data(Payload& words);
-// The data of all ranks; none where not all gave theirs.
-void put_all_data(Payload& words, const std::vector<std::string>& data);
-std::vector<std::string> take_all_data(Payload& words, int ranks);
-
 // So many bytes of a message travel with what is said of it at most: they go by rank 0.
 constexpr size_t kLittleMessage = 262144;
 // Where neither end is on rank 0's host, so that they go from host to host twice.

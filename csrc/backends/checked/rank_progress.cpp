@@ -8,7 +8,7 @@
 namespace c10d_ext {
 
 void RankProgress::hear_call(int rank, Payload& words) {
-  Calling call = take_call(words, roster_.place().size);
+  Calling call = take_call(words, roster_.place().size, roster_.hosts().size());
   if (call.seq != at(rank) + 1) {
     throw std::runtime_error("a call is missing");
   }

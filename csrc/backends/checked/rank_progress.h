@@ -44,7 +44,7 @@ class RankProgress {
   // came with it, where all gave theirs.
   struct Calls {
     std::vector<Fingerprint> called;
-    std::vector<std::string> data;
+    std::vector<Contribution> data;
   };
   Calls take_calls();
   // The data of a long collective is there on a rank. Throws std::runtime_error where that makes no

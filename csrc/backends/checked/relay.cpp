@@ -31,29 +31,39 @@ void Relay::hear_call(int rank, Payload words) {
   if (std::find(own.begin(), own.end(), rank) == own.end()) {
     throw std::runtime_error("a call of another host's");
   }
-  Calling call = take_call(words, roster_.place().size);
+  Calling call = take_call(words, roster_.place().size, roster_.hosts().size());
   const uint64_t seq = call.seq;
   auto* collective = call.data ? open(seq) : nullptr;
   if (collective == nullptr) {
     return;
   }
-  collective->calls.insert_or_assign(rank, std::move(call));
-  collective->said.insert_or_assign(rank, words.bytes());
-  if (collective->said.size() == own.size()) {
+  collective->own += collective->calls.insert_or_assign(rank, std::move(call)).second;
+  if (collective->own == own.size()) {
     pass_on(*collective);
     compare(seq);
   }
 }
 
 void Relay::pass_on(const Collective& collective) const {
-  Payload all;
-  for (const auto& [rank, said] : collective.said) {
-    all.put(said);
-  }
+  const auto for_host = [&](const std::vector<int>& ranks) {
+    Payload all;
+    for (const int rank : roster_.own_host()) {
+      const Calling& call = collective.calls.at(rank);
+      all.put(encoded(Calling{call.called, call.data->of(ranks), call.seq}).bytes());
+    }
+    return all;
+  };
+  const bool has_parts =
+      std::any_of(roster_.own_host().begin(), roster_.own_host().end(),
+                  [&](int rank) { return collective.calls.at(rank).data->has_parts(); });
+  std::optional<Payload> words;
   for (const auto& ranks : roster_.hosts()) {
     // Rank 0 has heard each of them.
     if (const int leader = ranks.front(); leader != 0 && leader != roster_.place().rank) {
-      tell_(leader, kRelaying, all);
+      if (!words || has_parts) {
+        words = for_host(ranks);
+      }
+      tell_(leader, kRelaying, *words);
     }
   }
 }
@@ -69,7 +79,7 @@ void Relay::hear_calls(int leader, Payload& words) {
   std::map<int, Calling> calls;
   for (const int rank : *host) {
     Payload said(words.text());
-    Calling call = take_call(said, roster_.place().size);
+    Calling call = take_call(said, roster_.place().size, roster_.hosts().size());
     if (!call.data || call.seq != seq.value_or(call.seq)) {
       throw std::runtime_error("calls that do not belong together");
     }
@@ -100,7 +110,7 @@ void Relay::compare(uint64_t seq) {
     return;
   }
   std::vector<Fingerprint> called;
-  std::vector<std::string> data;
+  std::vector<Contribution> data;
   for (auto& [rank, call] : calls) {
     called.push_back(std::move(call.called));
     data.push_back(std::move(*call.data));
@@ -109,12 +119,7 @@ void Relay::compare(uint64_t seq) {
   if (difference(called, seq)) {
     return;  // rank 0 tells
   }
-  Payload words;
-  words.put(static_cast<int64_t>(seq));
-  put_all_data(words, data);
-  for (const int rank : roster_.own_host()) {
-    tell_(rank, kGo, words);
-  }
+  tell_go(seq, data, roster_.own_host(), tell_);
 }
 
 }  // namespace c10d_ext

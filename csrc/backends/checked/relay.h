@@ -37,8 +37,8 @@ class Relay {
 
  private:
   struct Collective {
-    std::map<int, Calling> calls;     // by rank
-    std::map<int, std::string> said;  // by the ranks of this host
+    std::map<int, Calling> calls;  // by rank
+    size_t own = 0;                // of those, the calls of this host's ranks
   };
 
   // None: it is settled.

@@ -1,0 +1,70 @@
+#pragma once
+
+// What ranks give to a collective of little data, which travels with their calls. No torch in here.
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "base/types.h"
+#include "control/connection.h"
+
+namespace c10d_ext {
+
+// One rank's: the same bytes for every rank, or a part for each.
+class Contribution {
+ public:
+  Contribution() = default;
+  explicit Contribution(std::string bytes) : bytes_(std::move(bytes)) {}
+  // Of so many bytes for each rank, one after the other. Throws std::runtime_error where they are
+  // not what there is.
+  Contribution(std::string bytes, const std::vector<int64_t>& parts);
+
+  bool has_parts() const {
+    return !ends_.empty();
+  }
+  size_t size() const {
+    return bytes_.size();
+  }
+  // What there is for a rank.
+  std::string_view of(int rank) const;
+  // What is passed on where there are these ranks alone: of parts theirs, and of the others
+  // nothing.
+  Contribution of(const std::vector<int>& ranks) const;
+
+ private:
+  friend Payload& put(Payload& words, const Contribution& contribution);
+
+  std::string bytes_;
+  std::vector<size_t> ends_;  // of the parts
+};
+
+Payload& put(Payload& words, const Contribution& contribution);
+Payload& put(Payload& words, const std::optional<Contribution>& contribution);
+// Of a group of so many ranks. Throws std::runtime_error where it can be of none.
+std::optional<Contribution> take_contribution(Payload& words, int ranks);
+
+// What a rank is to have of all contributions; of none where not all ranks gave theirs.
+Payload& put_all_of(Payload& words, const std::vector<Contribution>& all, int rank);
+std::vector<std::string> take_all(Payload& words, int ranks);
+
+// So many bytes of all ranks together travel with calls at most, whatever is set.
+constexpr size_t kMostData = 262144;
+// So many bytes a rank gives where `most` of all ranks together are little. Of some collectives the
+// root alone gives. What each rank has a part of goes over the link of each host once, and not to
+// each other one of the `hosts` whose leaders pass it on (0: rank 0 does): they are faster than an
+// engine up to twice as many for each.
+constexpr size_t kExchangedPerHost = 2;
+constexpr size_t most_of_a_rank(OpType type, size_t most, size_t ranks, size_t hosts) {
+  const bool is_exchange =
+      type == OpType::AllToAll || type == OpType::ReduceScatter || type == OpType::Scatter;
+  const bool is_of_root = type == OpType::Broadcast || type == OpType::Scatter;
+  return most * (is_exchange && hosts > 0 ? kExchangedPerHost * hosts : 1) /
+         (is_of_root ? 1 : ranks);
+}
+
+}  // namespace c10d_ext

@@ -1,0 +1,121 @@
+// What ranks give to collectives of little data, and what is taken of it. Run without arguments it
+// runs every test; with arguments, those named.
+
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "agreement_ranks.h"
+#include "backends/checked/contribution.h"
+#include "backends/checked/protocol.h"
+#include "program.h"
+
+using namespace c10d_ext;
+
+namespace {
+
+template <class F>
+void refused(const F& what) {
+  try {
+    what();
+  } catch (const std::runtime_error&) {
+    return;
+  }
+  CHECK(!"it was taken");
+}
+
+std::vector<std::string> of_all(const Contribution& contribution, int ranks) {
+  std::vector<std::string> all;
+  for (int rank = 0; rank < ranks; ++rank) {
+    all.emplace_back(contribution.of(rank));
+  }
+  return all;
+}
+
+using Texts = std::vector<std::string>;
+
+void what_is_given_is_what_is_taken() {
+  const Contribution whole("abcd"), nothing(""), parts("abcd", {1, 0, 3}),
+      even("abcdef", {2, 2, 2}), empty("", {0, 0, 0});
+  for (const auto& [given, expected] :
+       std::vector<std::pair<Contribution, Texts>>{{whole, {"abcd", "abcd", "abcd"}},
+                                                   {nothing, {"", "", ""}},
+                                                   {parts, {"a", "", "bcd"}},
+                                                   {even, {"ab", "cd", "ef"}},
+                                                   {empty, {"", "", ""}}}) {
+    Payload words;
+    put(words, given).put(7);
+    const auto taken = take_contribution(words, 3);
+    CHECK(taken && of_all(*taken, 3) == expected && taken->has_parts() == given.has_parts());
+    CHECK(words.number() == 7);
+  }
+  Payload words;
+  put(words, std::optional<Contribution>());
+  CHECK(!take_contribution(words, 3));
+}
+
+void some_ranks_parts_are_passed_on() {
+  const Contribution parts("abcdefg", {1, 0, 3, 2, 1});
+  CHECK((of_all(parts.of(std::vector<int>{4, 2}), 5) == Texts{"", "", "bcd", "", "g"}));
+  CHECK((of_all(parts.of(std::vector<int>{}), 5) == Texts(5)));
+  CHECK((of_all(Contribution("ab").of(std::vector<int>{1}), 2) == Texts{"ab", "ab"}));
+}
+
+void parts_that_are_none_are_refused() {
+  const auto take = [](const std::vector<int64_t>& runs, const std::string& bytes) {
+    Payload words;
+    words.put(2).put(runs).put(bytes);
+    return take_contribution(words, 3);
+  };
+  CHECK(take({1, 2, 2, 1}, "abcd")->of(0) == "ab" && take({1, 2, 2, 1}, "abcd")->of(2) == "d");
+  for (const auto& runs : std::vector<std::vector<int64_t>>{{2, 2},           // too few
+                                                            {4, 1},           // too many
+                                                            {3, 1},           // less than there is
+                                                            {3, 2},           // more
+                                                            {1, -1, 2, 1},    // of no size
+                                                            {-1, 4, 4, 1},    // of no rank
+                                                            {0, 4, 3, 1},     //
+                                                            {1, 2, 2, 1, 1},  // half a run
+                                                            {1, 2, 1, 2, int64_t{1} << 62, 0},
+                                                            {1, 2, 2, int64_t{1} << 62}}) {
+    refused([&] { take(runs, "abcd"); });
+  }
+}
+
+void too_much_data_is_refused() {
+  // What a rank of four on two hosts gives at most; and where rank 0 passes it on.
+  const auto take = [](OpType type, size_t bytes, size_t hosts) {
+    auto called = summed(6);
+    called.op_type = type;
+    Payload words = encoded(Calling{called, Contribution(std::string(bytes, 'x')), 1});
+    take_call(words, 4, hosts);
+  };
+  for (const auto& [type, most] :
+       std::vector<std::pair<OpType, size_t>>{{OpType::AllReduce, kMostData / 4},
+                                              {OpType::Gather, kMostData / 4},
+                                              {OpType::Broadcast, kMostData},
+                                              {OpType::AllToAll, kMostData},
+                                              {OpType::ReduceScatter, kMostData},
+                                              {OpType::Scatter, kMostData * 4}}) {
+    take(type, most, 2);
+    refused([&, type = type, most = most] { take(type, most + 1, 2); });
+  }
+  take(OpType::AllToAll, kMostData / 4, 0);
+  refused([&] { take(OpType::AllToAll, kMostData / 4 + 1, 0); });
+}
+
+const std::vector<Test> kTests = {
+    TEST(what_is_given_is_what_is_taken),
+    TEST(some_ranks_parts_are_passed_on),
+    TEST(parts_that_are_none_are_refused),
+    TEST(too_much_data_is_refused),
+};
+
+}  // namespace
+
+int main(int count, char** names) {
+  return run_tests(kTests, count, names);
+}
