@@ -150,7 +150,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   }
 
   void done(uint64_t seq) {
-    if (calls_.done(seq) && !tell_here()) {
+    if (calls_.done(seq) && (is_foreign() || !tell_here(/*at_once=*/true))) {
       duties_.star().wake();
     }
   }
@@ -278,13 +278,14 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     return seq;
   }
 
-  // Says what there is to say on this thread, where no other is at it. False: one has to come
-  // round.
-  bool tell_here() {
+  // Says what there is to say on this thread; where another does the agreement's work, after it, or
+  // not at all. False: one has to come round.
+  bool tell_here(bool at_once = false) {
     if (agreeing_here) {
       return false;
     }
-    const std::unique_lock lock(work_mutex_, std::try_to_lock);
+    const auto lock =
+        at_once ? std::unique_lock(work_mutex_) : std::unique_lock(work_mutex_, std::try_to_lock);
     if (!lock || calls_.is_leaving()) {
       return false;
     }

@@ -225,7 +225,7 @@ class AgreedWork final : public SignalledWork {
     std::exception_ptr error = run_finish(last);
     // The next one may begin: a future's callback may wait for it.
     if (const auto group = agreement_.lock()) {
-      group->done(seq);
+      without_gil([&] { group->done(seq); });  // whoever is at it may want the GIL
     }
     end(std::move(error));
   }
