@@ -17,6 +17,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <future>
 #include <map>
 #include <mutex>
 #include <sstream>
@@ -398,6 +399,48 @@ void little_messages_travel_with_what_is_said_of_them() {
   post_little(ranks, 1, 2, next, 'z', 0, kCount);
   post_receive(ranks, 2, 1, taken, 0, kCount);
   CHECK(taken.data() == std::string(kLittleMessage, 'z'));
+}
+
+// Whoever is done may end: it waits for a thread that is at the agreement's work.
+void what_is_done_is_said_at_once() {
+  Ranks ranks(2, /*apart=*/true);
+  std::vector<Call> calls(2);
+  for (int rank = 0; rank < 2; ++rank) {
+    auto operation = calls[static_cast<size_t>(rank)].operation(summed(6), kLong);
+    operation.is_long = true;
+    ranks[rank].call(std::move(operation));
+  }
+  CHECK(calls[0].begun() == 1 && calls[1].begun() == 1);
+  std::promise<void> at_work, over;
+  Agreement::Message message{
+      .sends = false,
+      .peer = 0,
+      .tag = 0,
+      .bytes = kLittleMessage + 1,
+      .dtype = DType::Bytes,
+      .timeout = kLong,
+      .begin =
+          [&](int) {
+            at_work.set_value();
+            CHECK(over.get_future().wait_for(kLong) == std::future_status::ready);
+          },
+      .fail = [](const Failure&) { CHECK(false); }};
+  ranks[1].post(message);
+  message.sends = true;
+  message.peer = 1;
+  message.begin = [](int) {};
+  ranks[0].post(message);
+  CHECK(at_work.get_future().wait_for(kLong) == std::future_status::ready);
+  std::atomic<bool> is_said = false;
+  std::thread ends([&] {
+    ranks[1].done(1);
+    is_said = true;
+  });
+  std::this_thread::sleep_for(100ms);
+  CHECK(!is_said);
+  over.set_value();
+  ends.join();
+  ranks[0].done(1);
 }
 
 void so_many_are_told_by_one() {
@@ -958,6 +1001,7 @@ const std::vector<Test> kTests = {
     TEST(both_ends_of_a_message_begin),
     TEST(messages_meet_in_the_order_of_their_calls),
     TEST(little_messages_travel_with_what_is_said_of_them),
+    TEST(what_is_done_is_said_at_once),
     TEST(so_many_are_told_by_one),
     TEST(so_much_goes_by_rank_0),
     TEST(who_waits_for_a_message_takes_in_what_comes),
