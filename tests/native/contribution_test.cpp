@@ -71,14 +71,14 @@ void parts_that_are_none_are_refused() {
     return take_contribution(words, 3);
   };
   CHECK(take({1, 2, 2, 1}, "abcd")->of(0) == "ab" && take({1, 2, 2, 1}, "abcd")->of(2) == "d");
-  for (const auto& runs : std::vector<std::vector<int64_t>>{{2, 2},           // too few
-                                                            {4, 1},           // too many
-                                                            {3, 1},           // less than there is
-                                                            {3, 2},           // more
-                                                            {1, -1, 2, 1},    // of no size
-                                                            {-1, 4, 4, 1},    // of no rank
-                                                            {0, 4, 3, 1},     //
-                                                            {1, 2, 2, 1, 1},  // half a run
+  for (const auto& runs : std::vector<std::vector<int64_t>>{{2, 2},  // too few
+                                                            {4, 1},  // too many
+                                                            {3, 1},  // less than there is
+                                                            {3, 2},  // more
+                                                            {1, -1, 1, 5, 1, 0},  // of no size
+                                                            {-1, 4, 4, 1},        // of no rank
+                                                            {0, 4, 3, 1},         //
+                                                            {1, 2, 2, 1, 1},      // half a run
                                                             {1, 2, 1, 2, int64_t{1} << 62, 0},
                                                             {1, 2, 2, int64_t{1} << 62}}) {
     refused([&] { take(runs, "abcd"); });

@@ -15,7 +15,7 @@ Contribution::Contribution(std::string bytes, const std::vector<int64_t>& parts)
     : bytes_(std::move(bytes)) {
   size_t end = 0;
   for (const int64_t part : parts) {
-    if (part < 0 || static_cast<uint64_t>(part) > bytes_.size() - end) {
+    if (static_cast<uint64_t>(part) > bytes_.size() - end) {  // negative ones, too
       throw std::runtime_error("parts of more than there is");
     }
     end += static_cast<size_t>(part);
