@@ -40,7 +40,7 @@ COLLECTIVES = (
 SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20)
 # Of the rate of an Ethernet of 1500-byte frames, what is left for data.
 GOODPUT = 0.94
-# Up to so many bytes every rail carries all of them (kSmall in hierarchical/collectives.cpp).
+# Up to so many bytes every rail carries all of them (kSmall in hierarchical/rail_messages.h).
 WHOLE = 16 << 10
 # Of the all_reduce from which the model is told what a step takes, and what busy processors move.
 STEPS = 64 << 10

@@ -161,7 +161,7 @@ def test_all_ranks_have_the_same_bits(hosts: str) -> None:
 def _large() -> None:
     """In parts, which are in different steps at once."""
     n, rank = dist.get_world_size(), dist.get_rank()
-    for count in (300_000, 2_000_003):
+    for count in (300_000, 700_001, 2_000_003):
         x = torch.arange(count, dtype=torch.int32) % 1000 + rank
         dist.all_reduce(x)
         assert torch.equal(x, (torch.arange(count, dtype=torch.int32) % 1000) * n + sum(range(n)))

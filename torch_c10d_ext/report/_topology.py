@@ -10,7 +10,9 @@ from torch_c10d_ext._op_info import Pattern, traffic_of
 from torch_c10d_ext.report._costs import Link
 
 # The parts of a large collective that are in different steps at once, as the backend has them.
-_PART, _PARTS = 1 << 20, 8
+_PART, _REDUCED_PART, _PARTS = 2 << 20, 4 << 20, 8
+# Less than that an all_reduce sends by messages.
+_BY_MESSAGES = 2 << 20
 # Those of a broadcast, which go from host to host.
 _CHAIN_PART, _CHAIN_PARTS = 256 << 10, 32
 
@@ -22,12 +24,12 @@ def _steps(pattern: Pattern, members: int) -> int:
     return 1 if pattern is Pattern.ALL_TO_ALL else math.ceil(math.log2(members))
 
 
-def _steps_on_rails(pattern: Pattern, hosts: int, parts: int) -> int:
+def _steps_on_rails(pattern: Pattern, hosts: int, size: float) -> int:
     """The same between hosts, few of which send to each other all at once."""
     if hosts <= _C.MOST_LEADERS:
         if pattern in (Pattern.ALL_GATHER, Pattern.REDUCE_SCATTER):
             return 1
-        if pattern is Pattern.ALL_REDUCE and parts == 1:
+        if pattern is Pattern.ALL_REDUCE and size < _BY_MESSAGES:
             return 2
     return _steps(pattern, hosts)
 
@@ -42,7 +44,7 @@ class Topology:
     ``"flat"`` is a ring over all ranks, of which each host's link carries one rank's part.
     ``"rails"`` reduces and gathers inside each host, and has one group for each place in a host
     between them, in up to 8 parts at once; on up to 16 hosts data goes on it from each rank to each
-    other one, but for all_reduces of several parts. A large broadcast goes from host to host in up
+    other one, but for all_reduces of 2 MiB and more. A large broadcast goes from host to host in up
     to 32, a small one by a tree. ``"leaders"`` has one rank of each host between them.
     ``"whole"`` is an all_reduce inside and then one of everything on every rail. Before each of
     these the ranks agree at rank 0, a round trip. ``"piggyback"`` is data that travels with the
@@ -136,10 +138,11 @@ class Topology:
             return times
         between = self._between(op, hosts, across, 2 * across)
         inside = near.seconds(op, here, traffic.wire_of_larger(here, size))
-        parts = min(max(int(size) // _PART, 1), _PARTS)
+        part = _REDUCED_PART if traffic.pattern is Pattern.REDUCE_SCATTER else _PART
+        parts = min(max(int(size) // part, 1), _PARTS)
         begin = agreement + self.per_step
         steps = _steps(traffic.pattern, hosts) * self.per_step
-        on_rails = begin + _steps_on_rails(traffic.pattern, hosts, parts) * self.per_step
+        on_rails = begin + _steps_on_rails(traffic.pattern, hosts, size) * self.per_step
         in_parts = max(between, inside) + min(between, inside) / parts
         if traffic.pattern is Pattern.ALL_REDUCE:
             times["rails"] = on_rails + self.per_step + in_parts

@@ -24,10 +24,11 @@ using std::string_view;
 using Sizes = std::vector<int64_t>;
 using Tensors = std::vector<at::Tensor>;
 
-// Up to so many bytes every rail carries all of them: one step between hosts and none after it.
-constexpr int64_t kSmall = int64_t{16} << 10;
-// Larger ones travel in parts, so that memory and links work at once.
-constexpr int64_t kPart = int64_t{1} << 20;
+// An all_reduce of less goes by messages, where all go.
+constexpr size_t kByMessages = size_t{2} << 20;
+// Larger ones travel in parts, so that memory and links work at once; more parts have more steps in
+// which ranks wait for each other, above all where they reduce inside before anything goes.
+constexpr int64_t kPart = int64_t{2} << 20, kReducedPart = int64_t{4} << 20;
 constexpr int64_t kParts = 8;
 // What goes from host to host, and on from there.
 constexpr int64_t kChainPart = int64_t{256} << 10;
@@ -56,8 +57,8 @@ void scatter_rows(const at::Tensor& to, const at::Tensor& from, const Sizes& ord
 }
 
 // Into how many parts a tensor of so many bytes is cut.
-int64_t parts_of(size_t bytes) {
-  return std::clamp<int64_t>(static_cast<int64_t>(bytes) / kPart, int64_t{1}, kParts);
+int64_t parts_of(size_t bytes, int64_t part = kPart) {
+  return std::clamp<int64_t>(static_cast<int64_t>(bytes) / part, int64_t{1}, kParts);
 }
 
 int64_t chain_parts_of(size_t bytes) {
@@ -122,7 +123,7 @@ void all_reduce_by_messages(const Parts& parts, const at::Tensor& t, const Reduc
   constexpr string_view op = "all_reduce";
   // Little is reduced as a whole, and so is what is no element for each rank.
   const int64_t here = parts.hosts.count_here();
-  const int64_t share = static_cast<int64_t>(t.nbytes()) <= kSmall ? 0 : t.numel() / here;
+  const int64_t share = t.nbytes() <= kSmall ? 0 : t.numel() / here;
   const at::Tensor whole = t.narrow(0, 0, share * here);
   const at::Tensor own = at::empty({share}, t.options());
   Step gathered;
@@ -160,9 +161,9 @@ void all_reduce(const Parts& parts, const InnerCollective& what) {
     all_reduce_by_leaders(parts, t, reduction);
   } else if (!parts.local.is_there()) {
     parts.rail.start(CollectiveRequest::all_reduce(op, t, t, reduction)).wait();
-  } else if (goes_by_messages(parts) && parts_of(t.nbytes()) == 1) {
+  } else if (goes_by_messages(parts) && t.nbytes() < kByMessages) {
     all_reduce_by_messages(parts, t, reduction);
-  } else if (static_cast<int64_t>(t.nbytes()) <= kSmall) {
+  } else if (t.nbytes() <= kSmall) {
     parts.local.start(CollectiveRequest::all_reduce(op, t, t, reduction)).wait();
     parts.rail.start(CollectiveRequest::all_reduce(op, t, t, reduction)).wait();
   } else {
@@ -354,49 +355,64 @@ void all_gather(const Parts& parts, const InnerCollective& what) {
 }
 
 // Inside, each rank reduces what is for the ranks of its place, from where the others have it; on
-// its rail what is for this rank. Parts of each row are in different steps at once.
+// its rail what is for this rank. Parts of each row are in different steps at once; what goes by
+// messages to other hosts comes first.
 void reduce_scatter_over_rails(const Parts& parts, const at::Tensor& in, const at::Tensor& out,
                                const Reduction& reduction) {
   constexpr string_view op = "reduce_scatter";
   const auto& hosts = parts.hosts.ranks();
   const at::Tensor rows = rows_of(in, parts.size);
+  const bool by_messages = goes_by_messages(parts);
+  const int64_t others = parts.hosts.count() - 1, own_host = parts.hosts.host();
   struct Pipe {
-    Tensors sources;
-    at::Tensor column, out;
-    Step inside;
+    Tensors sources, own_sources;
+    at::Tensor column, out;  // of the other hosts, and the own one
+    Step inside, own_inside;
     std::vector<Step> between;
     std::optional<Reducing> reducing;
   };
   std::vector<Pipe> pipes;
-  each_piece(out.numel(), parts_of(in.nbytes()), [&](int64_t offset, int64_t count) {
+  each_piece(out.numel(), parts_of(in.nbytes(), kReducedPart), [&](int64_t offset, int64_t count) {
     const auto tag = static_cast<int>(pipes.size());
     Pipe& pipe = pipes.emplace_back();
     pipe.out = out.narrow(0, offset, count);
-    pipe.column = at::empty({parts.hosts.count(), count}, in.options());
-    if (goes_by_messages(parts)) {
+    pipe.column = at::empty({others + 1, count}, in.options());
+    if (by_messages) {
       pipe.reducing.emplace(parts, tag, pipe.out);
     }
     for (size_t place = 0; place < hosts[0].size(); ++place) {
-      for (const auto& ranks : hosts) {
-        pipe.sources.push_back(rows.select(0, ranks[place]).narrow(0, offset, count));
+      for (int64_t host = 0; host <= others; ++host) {
+        auto& sources = by_messages && host == own_host ? pipe.own_sources : pipe.sources;
+        const int rank = hosts[static_cast<size_t>(host)][place];
+        sources.push_back(rows.select(0, rank).narrow(0, offset, count));
       }
     }
-    pipe.inside = parts.local.start(
-        CollectiveRequest::reduce_scatter_parts(op, pipe.sources, pipe.column, reduction));
+    pipe.inside = parts.local.start(CollectiveRequest::reduce_scatter_parts(
+        op, pipe.sources, by_messages ? pipe.column.narrow(0, 0, others) : pipe.column, reduction));
   });
+  for (auto& pipe : pipes) {
+    if (by_messages) {
+      pipe.own_inside = parts.local.start(CollectiveRequest::reduce_scatter_parts(
+          op, pipe.own_sources, pipe.column.narrow(0, others, 1), reduction));
+    }
+  }
   for (auto& pipe : pipes) {
     pipe.inside.wait();
     if (pipe.reducing) {
-      pipe.between = send_to_all(parts, static_cast<int>(&pipe - pipes.data()),
-                                 [&](int host) { return pipe.column.select(0, host); });
+      pipe.between = send_to_all(parts, static_cast<int>(&pipe - pipes.data()), [&](int host) {
+        return pipe.column.select(0, host - (host > own_host ? 1 : 0));
+      });
     } else {
       pipe.between.push_back(parts.rail.start(
           CollectiveRequest::reduce_scatter(op, pipe.column, pipe.out, reduction)));
     }
   }
   for (auto& pipe : pipes) {
+    pipe.own_inside.wait();  // nobody reads what is written from here on
+  }
+  for (auto& pipe : pipes) {
     if (pipe.reducing) {
-      pipe.reducing->finish(pipe.column.select(0, parts.hosts.host()), reduction.op);
+      pipe.reducing->finish(pipe.column.select(0, others), reduction.op);
     }
   }
   for (auto& pipe : pipes) {

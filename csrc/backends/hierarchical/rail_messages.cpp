@@ -3,7 +3,6 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <cstddef>
 #include <cstdint>
 #include <iterator>
 
@@ -15,8 +14,6 @@ namespace c10d_ext::hierarchical {
 
 namespace {
 
-// So many bytes go to all hosts as they are, and not a part to each and back.
-constexpr size_t kWhole = size_t{16} << 10;
 constexpr int kForth = 0, kBack = 1;
 
 void add(std::vector<Step>& steps, std::vector<Step> more) {
@@ -77,7 +74,7 @@ void Reducing::finish(const at::Tensor& own, ReduceOp op) {
 }
 
 void all_reduce_on_rail(const Parts& parts, const at::Tensor& t, ReduceOp op) {
-  if (t.nbytes() <= kWhole) {
+  if (t.nbytes() <= kSmall) {
     Reducing reducing(parts, kForth, t);
     auto sent = send_to_all(parts, kForth, [&](int /*host*/) { return t; });
     wait(sent);  // before it is written
