@@ -12,6 +12,7 @@ from torch import Tensor
 
 import torch_c10d_ext.distributed as ext
 import torch_c10d_ext.functional as F
+from tests.backends.dist_ops import all_gather_single, reduce_scatter_single
 from tests.contract import wait
 from tests.harness.flight import single_rank_shortcut
 from tests.simulated_cuda.on_cuda import device, run_on_devices
@@ -48,6 +49,37 @@ def _events() -> int:
 
 def test_calls_of_one_rank_make_no_event() -> None:
     assert run_on_devices(1, _events, backend=NCCL) == [0]
+
+
+def _more_records() -> dict[str, int]:
+    """By call: how many more events it records than torch's own."""
+    n = dist.get_world_size()
+    recorded = ctypes.CDLL("libcudart.so.13").simulated_cuda_recorded_events
+    x = torch.zeros(COUNT, device=device())
+    rows, part = x.new_empty(n * COUNT), x.new_empty(COUNT // n)
+    torchs: dict[str, Callable[[], object]] = {
+        "all_reduce_inplace": lambda: dist.all_reduce(x),
+        "all_reduce": lambda: dist.all_reduce(x),
+        "broadcast": lambda: dist.broadcast(x, 0),
+        "all_gather": lambda: all_gather_single(rows, x),
+        "reduce_scatter": lambda: reduce_scatter_single(part, x),
+    }
+    more = {}
+    for name, theirs in torchs.items():
+        ours = _calls(torch.zeros(COUNT, device=device()))[name]
+        torch.cuda.synchronize()
+        before = recorded()
+        theirs()
+        between = recorded()
+        ours()
+        more[name] = int(recorded() - between) - int(between - before)
+    return more
+
+
+def test_calls_that_wait_record_one_event_more_than_torchs() -> None:
+    """By which nccl's stream follows the caller's, where torch's run on that; none after it."""
+    for more in run_on_devices(2, _more_records, backend=NCCL):
+        assert set(more.values()) == {1}, more
 
 
 def _after_a_wait(shortcut: bool) -> list[str]:

@@ -100,6 +100,7 @@ static_assert(sizeof(EventHandle) <= sizeof(cudaIpcEventHandle_t));
 
 // Made and not destroyed.
 std::atomic<int> live_events{0};
+std::atomic<int> recorded_events{0};
 
 struct Event {
   explicit Event(unsigned flags) : flags(flags) {
@@ -167,6 +168,11 @@ SIMULATED_CUDA_API int simulated_cuda_live_events() {
   return live_events;
 }
 
+// How often one was recorded.
+SIMULATED_CUDA_API int simulated_cuda_recorded_events() {
+  return recorded_events;
+}
+
 SIMULATED_CUDA_API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* made, unsigned flags) {
   *made = reinterpret_cast<cudaEvent_t>(new Event(flags));
   return cudaSuccess;
@@ -183,6 +189,7 @@ SIMULATED_CUDA_API cudaError_t cudaEventDestroy(cudaEvent_t handle) {
 
 SIMULATED_CUDA_API cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t on,
                                                         unsigned flags) {
+  ++recorded_events;
   auto& event = event_of(handle);
   auto& stream = Stream::of(on);
   if (event.is_opened) {
