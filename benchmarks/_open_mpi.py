@@ -109,7 +109,7 @@ def _run(command: list[str], environment: dict[str, str]) -> tuple[int, str, str
 def there_and_back(
     rank: int, ranks: int, send: Callable[[int], Any], recv: Callable[[int], Any]
 ) -> dict[str, Callable[[], None]]:
-    """A message between rank 0 and the last one, and between rank 1 and the last one."""
+    """A message between the last rank and rank 0, rank 1, and the one in the middle."""
 
     def between(one: int) -> Callable[[], None]:
         def call() -> None:
@@ -122,7 +122,11 @@ def there_and_back(
 
         return call
 
-    return {"send_recv": between(0), "send_recv_others": between(min(1, ranks - 2))}
+    return {
+        "send_recv": between(0),
+        "send_recv_others": between(min(1, ranks - 2)),
+        "send_recv_far": between(ranks // 2),
+    }
 
 
 def main() -> None:

@@ -8,7 +8,8 @@ Peers: gloo, the flat fall-back of shm, backend mpi and MPICH itself (through mp
 All are measured in turns in the same processes, and before and after them Open MPI, by TCP and by
 UCX (``_open_mpi.py``; ``tools/get_peers.sh openmpi``). ``bound``: what the link allows, see
 ``docs/multi-host.md``. send_recv is a message there and back, between rank 0 and the last one, and
-between rank 1 and the last one (``_others``). Needs root, for the namespaces.
+between rank 1 and the last one (``_others``), and on three hosts and more between two of which
+neither is on rank 0's host (``_far``). Needs root, for the namespaces.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from torch_c10d_ext import Link, Topology  # noqa: E402
 
 COLLECTIVES = (
     *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"),
-    *("send_recv", "send_recv_others"),
+    *("send_recv", "send_recv_others", "send_recv_far"),
 )
 SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20)
 # Of the rate of an Ethernet of 1500-byte frames, what is left for data.
@@ -81,7 +82,12 @@ def measure(layout: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         "places": places,
         "mpi4py": options.mpi4py or (str(packages[0]) if packages else ""),
         "rounds": options.rounds,
-        "cases": [(collective, size) for collective in options.only for size in options.sizes],
+        "cases": [
+            (collective, size)
+            for collective in options.only
+            for size in options.sizes
+            if collective != "send_recv_far" or hosts > 2
+        ],
     }
     with (
         tempfile.TemporaryDirectory() as folder,
