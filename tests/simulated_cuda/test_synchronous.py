@@ -14,8 +14,9 @@ import torch_c10d_ext.distributed as ext
 import torch_c10d_ext.functional as F
 from tests.backends.dist_ops import all_gather_single, reduce_scatter_single
 from tests.contract import wait
+from tests.harness import pool
 from tests.harness.flight import single_rank_shortcut
-from tests.simulated_cuda.on_cuda import device, run_on_devices
+from tests.simulated_cuda.on_cuda import ALONE, device, run_on_devices
 
 pytestmark = pytest.mark.cuda
 
@@ -78,8 +79,12 @@ def _more_records() -> dict[str, int]:
 
 def test_calls_that_wait_record_one_event_more_than_torchs() -> None:
     """By which nccl's stream follows the caller's, where torch's run on that; none after it."""
-    for more in run_on_devices(2, _more_records, backend=NCCL):
-        assert set(more.values()) == {1}, more
+    pool.stop(ALONE)  # in whose memory no result of an earlier test was
+    try:
+        for more in run_on_devices(2, _more_records, backend=ALONE):
+            assert set(more.values()) == {1}, more
+    finally:
+        pool.stop(ALONE)
 
 
 def _after_a_wait(shortcut: bool) -> list[str]:
