@@ -10,7 +10,7 @@ from torch_c10d_ext._op_info import Pattern, traffic_of
 from torch_c10d_ext.report._costs import Link
 
 # The parts of a large collective that are in different steps at once, as the backend has them.
-_PART, _REDUCED_PART, _PARTS = 2 << 20, 4 << 20, 8
+_PART, _REDUCED_PART, _PARTS = 1 << 20, 4 << 20, 8
 # Less than that an all_reduce sends by messages.
 _BY_MESSAGES = 2 << 20
 # Those of a broadcast, which go from host to host.

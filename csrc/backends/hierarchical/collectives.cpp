@@ -26,9 +26,9 @@ using Tensors = std::vector<at::Tensor>;
 
 // An all_reduce of less goes by messages, where all go.
 constexpr size_t kByMessages = size_t{2} << 20;
-// Larger ones travel in parts, so that memory and links work at once; more parts have more steps in
-// which ranks wait for each other, above all where they reduce inside before anything goes.
-constexpr int64_t kPart = int64_t{2} << 20, kReducedPart = int64_t{4} << 20;
+// Larger ones travel in parts, so that memory and links work at once; but in each part ranks wait
+// for each other, above all where they reduce inside before anything goes.
+constexpr int64_t kPart = int64_t{1} << 20, kReducedPart = int64_t{4} << 20;
 constexpr int64_t kParts = 8;
 // What goes from host to host, and on from there.
 constexpr int64_t kChainPart = int64_t{256} << 10;
