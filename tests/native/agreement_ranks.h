@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <utility>
@@ -171,6 +172,17 @@ inline Roster roster_of(int rank, const std::vector<std::string>& machines) {
     members.push_back({this_process(), machine, machine, machine});
   }
   return {{rank, static_cast<int>(machines.size()), "test"}, std::move(members)};
+}
+
+// That it throws, of what another rank has said.
+template <class F>
+void refused(const F& what) {
+  try {
+    what();
+  } catch (const std::runtime_error&) {
+    return;
+  }
+  CHECK(!"it was taken");
 }
 
 // The same data of each rank for all, as it comes with the word to go.

@@ -17,16 +17,6 @@ using namespace c10d_ext;
 
 namespace {
 
-template <class F>
-void refused(const F& what) {
-  try {
-    what();
-  } catch (const std::runtime_error&) {
-    return;
-  }
-  CHECK(!"it was taken");
-}
-
 std::vector<std::string> of_all(const Contribution& contribution, int ranks) {
   std::vector<std::string> all;
   for (int rank = 0; rank < ranks; ++rank) {

@@ -404,16 +404,6 @@ void rank_0_may_be_far_ahead() {
   CHECK(said.size() == 1 && said[0].rank == 1 && said[0].kind == kGo);
 }
 
-template <class F>
-void refused(const F& what) {
-  try {
-    what();
-  } catch (const std::runtime_error&) {
-    return;
-  }
-  CHECK(!"it was taken");
-}
-
 void a_leader_refuses_nonsense() {
   Leader leader(2, kThree);
   const auto hear = [&](int from, std::vector<Payload> calls) {

@@ -150,7 +150,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   }
 
   void done(uint64_t seq) {
-    if (calls_.done(seq) && (is_foreign() || !tell_here(/*at_once=*/true))) {
+    if (calls_.done(seq) && (is_foreign() || !tell_here(/*waits=*/true))) {
       duties_.star().wake();
     }
   }
@@ -278,14 +278,14 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     return seq;
   }
 
-  // Says what there is to say on this thread; where another does the agreement's work, after it, or
-  // not at all. False: one has to come round.
-  bool tell_here(bool at_once = false) {
+  // Says what there is to say on this thread. Where another one does the agreement's work, it waits
+  // for that, or says nothing. False: one has to come round.
+  bool tell_here(bool waits = false) {
     if (agreeing_here) {
       return false;
     }
     const auto lock =
-        at_once ? std::unique_lock(work_mutex_) : std::unique_lock(work_mutex_, std::try_to_lock);
+        waits ? std::unique_lock(work_mutex_) : std::unique_lock(work_mutex_, std::try_to_lock);
     if (!lock || calls_.is_leaving()) {
       return false;
     }

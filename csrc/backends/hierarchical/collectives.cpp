@@ -366,7 +366,8 @@ void reduce_scatter_over_rails(const Parts& parts, const at::Tensor& in, const a
   const int64_t others = parts.hosts.count() - 1, own_host = parts.hosts.host();
   struct Pipe {
     Tensors sources, own_sources;
-    at::Tensor column, out;  // of the other hosts, and the own one
+    at::Tensor column;  // a row for each host; where they go by messages, the own one is last
+    at::Tensor out;
     Step inside, own_inside;
     std::vector<Step> between;
     std::optional<Reducing> reducing;
