@@ -237,6 +237,7 @@ def usual_piggyback(told: int, by_leaders: bool) -> int: ...
 
 MOST_PIGGYBACK: int
 EXCHANGED_PER_HOST: int
+LITTLE_MESSAGE: int  # bytes
 MOST_LEADERS: int
 
 def shm_mapping_bytes(size: int, arena: int) -> int: ...

@@ -41,6 +41,12 @@ def test_what_a_rank_makes_of_what_it_hears() -> None:
     assert output.endswith("tests passed\n")
 
 
+def test_messages_that_leaders_bring() -> None:
+    output = build.run(build.build("deliveries_test", build.SOURCES))
+    print(output)
+    assert output.endswith("tests passed\n")
+
+
 def test_what_goes_over_which_line() -> None:
     output = build.run(build.build("duties_test", build.SOURCES))
     print(output)

@@ -7,6 +7,7 @@ import importlib
 import itertools
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -113,6 +114,132 @@ def exchanges() -> None:
     _say(asked=asked)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def messages() -> None:
+    """Between any two ranks: of rank 0's host, of one other host, and of two others."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    _C.start_tally(["gloo"])
+    others = [of for of in range(n) if of != rank]
+    limit = _C.LITTLE_MESSAGE // 4
+
+    def data(source: int, to: int, count: int) -> torch.Tensor:
+        return torch.arange(count, dtype=torch.float32) + 7 * source + 1000 * to
+
+    def exchange(sizes: list[int], peers: list[int]) -> int:
+        """Of each size there and back, with all at once. How often gloo was asked."""
+        before = _calls_of_gloo()
+        works, got = [], {}
+        for count in sizes:
+            for peer in peers:
+                works.append(dist.isend(data(rank, peer, count), peer, tag=peer))
+                got[peer, count] = torch.empty(count)
+                works.append(dist.irecv(got[peer, count], peer, tag=rank))
+        for work in works:
+            work.wait()
+        for (peer, count), tensor in got.items():
+            assert torch.equal(tensor, data(peer, rank, count)), (peer, count)
+        dist.barrier()
+        return _calls_of_gloo() - before
+
+    names: list[Any] = [None] * n
+    dist.all_gather_object(names, socket.gethostname())
+    hosts = [[of for of in range(n) if names[of] == name] for name in dict.fromkeys(names)]
+    host = next(ranks for ranks in hosts if rank in ranks)
+    # Of a rank's 1 MiB on its way each goes to one other rank here.
+    next_host = hosts[(hosts.index(host) + 1) % len(hosts)]
+    far = [of for of in others if of not in host]
+    asked = [exchange([0, 1, 1025], far), exchange([limit + 1], far)]
+    exchange([5, limit + 1, 6, limit, 7], others)
+    # From any source, one after the other; of each source in the order of its sends.
+    if rank == n - 1:
+        counts = dict.fromkeys(others, 0)
+        for _ in range(3 * len(others)):
+            one = torch.zeros(3)
+            source = dist.recv(one, None, tag=n)
+            counts[source] += 1
+            assert torch.equal(one, torch.full((3,), 10.0 * source + counts[source]))
+    else:
+        for turn in (1.0, 2.0, 3.0):
+            dist.send(torch.full((3,), 10.0 * rank + turn), n - 1, tag=n)
+    # Every second element, of other types.
+    for dtype in (torch.bfloat16, torch.complex64, torch.bool, torch.int8):
+        numbers = (torch.arange(40) + rank) % 2 == 0 if dtype == torch.bool else torch.arange(40)
+        sent = dist.isend(numbers.to(dtype)[::2], (rank + 1) % n)
+        whole = torch.full((40,), 1, dtype=dtype)
+        dist.recv(whole[::2], (rank - 1) % n)
+        sent.wait()
+        expected = (torch.arange(40) + (rank - 1) % n) % 2 == 0
+        expected = expected if dtype == torch.bool else torch.arange(40)
+        assert torch.equal(whole[::2], expected.to(dtype)[::2]) and bool((whole[1::2] == 1).all())
+    failures = _failures_of_messages(host[0], next_host[-1])
+    _after_a_leader_has_left(hosts)
+    _say(asked=asked, failures=failures)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _failures_of_messages(source: int, to: int) -> list[str]:
+    """What this rank, if it is the first of its host, sends to another host: that does not fit, or
+    that nobody receives in time; and that nothing of it is left afterwards."""
+    rank = dist.get_rank()
+    texts = []
+    quick = dist.new_group(timeout=dt.timedelta(seconds=0.5))
+    dist.barrier()
+
+    def failure(call: Callable[[], Any], kind: str) -> None:
+        try:
+            call()
+        except torch_c10d_ext.errors.CollectiveError as error:
+            assert type(error).__name__ == kind, error
+            texts.append(str(error).partition(", got")[0])
+        else:
+            raise AssertionError("no failure")
+
+    pairs: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pairs, (source, to) if rank == source else None)
+    sends = [pair for pair in pairs if pair is not None]
+    received = [torch.zeros(4) for _, there in sends if there == rank]
+    sources = [at for at, there in sends if there == rank]
+    works = [dist.irecv(t, at) for at, t in zip(sources, received, strict=True)]
+    if rank == source:
+        works.append(dist.isend(torch.zeros(3), to))
+    for work in works:
+        failure(work.wait, "CollectiveMismatch")
+    dist.barrier()
+    if rank == source:
+        failure(lambda: dist.send(torch.ones(4), to, group=quick), "CollectiveTimeout")
+    dist.barrier()
+    works = [dist.irecv(t, at, group=quick) for at, t in zip(sources, received, strict=True)]
+    if rank == source:
+        dist.send(torch.full((4,), 2.0), to, group=quick)
+    for work in works:
+        work.wait()
+    assert all(tensor.tolist() == [2.0] * 4 for tensor in received)
+    dist.barrier()
+    return texts
+
+
+def _after_a_leader_has_left(hosts: list[list[int]]) -> None:
+    """The others go on, at once and when it passes on nothing any more."""
+    rank = dist.get_rank()
+    group = dist.new_group(timeout=TIMEOUT)
+    dist.barrier(group)
+    if rank == hosts[1][0]:
+        dist.destroy_process_group(group)
+    there, back = hosts[1][-1], hosts[-1][-1]
+    until = time.monotonic() + 3.0
+    turn = 0
+    while rank in (there, back) and there not in (back, hosts[1][0]):
+        turn += 1
+        goes_on = torch.full((2000 if turn % 2 else 20_000,), float(time.monotonic() < until))
+        first = rank == there
+        dist.send(goes_on, back, group) if first else dist.recv(goes_on, there, group)
+        dist.recv(goes_on, back, group) if first else dist.send(goes_on, there, group)
+        assert bool((goes_on == goes_on[0]).all())
+        if not goes_on[0]:
+            break
+    dist.barrier()
 
 
 def _calls_of_gloo() -> int:
@@ -309,6 +436,7 @@ def main() -> None:
     {
         "collectives": collectives,
         "exchanges": exchanges,
+        "messages": messages,
         "contract": contract,
         "clients": clients,
         "until_it_fails": until_it_fails,

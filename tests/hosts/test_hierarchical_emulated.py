@@ -130,6 +130,21 @@ def test_parts_for_each_rank_travel_with_the_calls(places: tuple[int, ...], tmp_
         assert sum(of[name][1] for of in said) > 0, name
 
 
+@pytest.mark.parametrize("places", [(0, 0, 1, 1, 1), (0, 1, 2), (0, 1, 2, 0, 1, 2)], ids=str)
+def test_messages(places: tuple[int, ...], tmp_path: Path) -> None:
+    """Little ones go with what is said of them, by rank 0 or by leaders."""
+    with _ranks(places, "messages", tmp_path) as ranks:
+        said = [ranks.result(rank) for rank in range(len(places))]
+    hosts = max(places) + 1
+    for of in said:
+        # With one rank on each host all is counted as gloo's.
+        assert (of["asked"][0] == 0) == (hosts < len(places)) and of["asked"][1] > 0
+    texts = [text for of in said for text in of["failures"]]
+    assert len(texts) == 3 * hosts
+    late = "send: the message with tag 0 must be done within 0.5 s"
+    assert texts.count(late) == hosts, texts
+
+
 @pytest.mark.parametrize("places", [(0, 0, 1, 1), (0, 1, 1, 1), (0, 1, 2, 0, 1, 2)], ids=str)
 def test_ops_keep_the_contract(places: tuple[int, ...], tmp_path: Path) -> None:
     """Of every form: values, layouts, gradients, errors, vmap, compiled code."""

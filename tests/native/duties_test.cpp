@@ -138,6 +138,11 @@ class Rank {
 };
 
 using Kinds = std::vector<uint32_t>;
+using Numbers = std::vector<int64_t>;
+
+Payload number(int64_t seq) {
+  return Payload().put(seq);
+}
 
 // Rank 0's host and two others.
 const std::vector<std::string> kHosts{"a", "a", "b", "b", "c", "c"};
@@ -226,32 +231,117 @@ void the_word_to_go_is_rank_0s_and_the_own_leaders() {
 }
 
 void what_a_rank_has_sent_is_heard_though_it_leaves() {
-  Rank rank(3, kHosts, {0, 2});
   const std::string data(kLittleMessage, 'd');
-  rank.say(0, kWanted, encoded_wanted({.rank = 5, .number = 1, .peer = 3, .bytes = data.size()}));
-  CHECK(rank.send(5, data));
-  std::thread leaving([&] { rank.leave(); });
-  std::vector<uint32_t> heard;
-  CHECK(eventually([&] {
-    const bool stays = rank.line(0).listen(data.size() + 1024);
-    while (auto said = rank.line(0).next()) {
-      heard.push_back(said->kind);
-      if (said->kind == kPosting) {
-        CHECK(take_posted(said->words).data == data);
+  // By rank 0, or by its leader.
+  for (const auto& [peer, by] : {std::pair(1, 0), std::pair(5, 2)}) {
+    Rank rank(3, kHosts, {0, 2});
+    rank.say(0, kWanted,
+             encoded_wanted({.rank = peer, .number = 1, .peer = 3, .bytes = data.size()}));
+    CHECK(rank.send(peer, data));
+    std::thread leaving([&] { rank.leave(); });
+    Kinds heard;
+    CHECK(eventually([&, by = by] {
+      const bool stays = rank.line(by).listen(data.size() + 1024);
+      while (auto said = rank.line(by).next()) {
+        heard.push_back(said->kind);
+        if (said->kind == kPosting) {
+          CHECK(take_posted(said->words).data == data);
+        } else if (said->kind == kDelivering) {
+          CHECK(take_delivery(said->words, static_cast<int>(kHosts.size())).data == data);
+        }
       }
-    }
-    return !stays;
-  }));
-  CHECK((heard == Kinds{kPosting, kLeaving}));
-  rank.line(0).close();
-  rank.line(2).close();
-  leaving.join();
+      return !stays;
+    }));
+    CHECK((heard == Kinds{by == 0 ? kPosting : kDelivering, kLeaving}));
+    rank.line(0).close();
+    rank.line(2).close();
+    leaving.join();
+  }
 }
 
-using Numbers = std::vector<int64_t>;
+Payload message(int from, int to, uint64_t number = 1) {
+  return encoded_delivery(
+      {.rank = from, .number = number, .sends = true, .peer = to, .bytes = 4, .data = "data"});
+}
 
-Payload number(int64_t seq) {
-  return Payload().put(seq);
+void leaders_pass_messages_on() {
+  const std::vector<std::string> hosts{"a", "a", "b", "b", "c", "c", "d"};
+  const Kinds passed{kDelivering}, nothing;
+  Rank leader(2, hosts, {0, 1, 3, 4, 6});
+  // Of its host's ranks to others' leaders, and of those to its host's.
+  leader.say(3, kDelivering, message(3, 5));
+  CHECK(leader.heard_by(4) == passed && leader.heard_by(6) == nothing);
+  leader.say(3, kDelivering, message(3, 6));
+  CHECK(leader.heard_by(6) == passed && leader.heard_by(4) == nothing);
+  leader.say(4, kDelivering, message(5, 3));
+  CHECK(leader.heard_by(3) == passed);
+  leader.say(6, kTaken, Payload().put(6).put(3).put(1));
+  CHECK(leader.heard_by(3) == Kinds{kTaken});
+  leader.say(6, kDelivering, message(6, 2));  // its own
+  CHECK(leader.heard_by(3) == nothing && leader.heard_by(6) == nothing);
+  // What is not its business.
+  for (const auto& [by, from, to] : std::vector<std::tuple<int, int, int>>{{3, 2, 5},
+                                                                           {3, 3, 2},
+                                                                           {3, 3, 1},
+                                                                           {3, 5, 3},
+                                                                           {4, 6, 3},
+                                                                           {4, 5, 6},
+                                                                           {4, 3, 5},
+                                                                           {6, 1, 3}}) {
+    Rank wrong(2, hosts, {0, 1, 3, 4, 6});
+    wrong.say(by, kDelivering, message(from, to));
+    for (const int peer : {3, 4, 6}) {
+      CHECK(wrong.heard_by(peer) == (peer == by ? std::nullopt : std::optional(nothing)));
+    }
+  }
+  // A rank hears it of its own leader, and passes on nothing.
+  for (const int to : {3, 5}) {
+    Rank rank(5, hosts, {0, 4});
+    rank.say(4, kDelivering, message(2, to));
+    CHECK(rank.heard_by(4) == (to == 5 ? std::optional(nothing) : std::nullopt));
+  }
+}
+
+// A leader that leaves goes on for its host, until that has left or for a while; and passes on what
+// others are about to say.
+void a_leader_that_leaves_passes_on_the_rest() {
+  for (const bool host_leaves : {true, false}) {
+    Rank leader(2, kHosts, {0, 1, 3, 4});
+    const auto began = Clock::now();
+    std::thread leaving([&] { leader.leave(); });
+    const auto hears = [&](int peer, uint32_t what) {
+      CHECK(eventually([&] {
+        CHECK(leader.line(peer).listen(4096));
+        const auto said = leader.line(peer).next();
+        return said && said->kind == what;
+      }));
+    };
+    hears(3, kLeaving);
+    hears(4, kLeaving);
+    leader.line(4).say(kDelivering, message(5, 3));
+    hears(3, kDelivering);
+    leader.line(3).say(kDelivering, message(3, 5));
+    hears(4, kDelivering);
+    if (host_leaves) {
+      leader.line(3).say(kLeaving, number(0));
+    }
+    for (const int peer : {0, 1, 3, 4}) {
+      CHECK(eventually([&] { return !leader.line(peer).listen(4096); }));
+      leader.line(peer).close();
+    }
+    leaving.join();
+    CHECK((Clock::now() - began < kVerdict) == host_leaves);
+  }
+}
+
+void rank_0_tells_who_a_leader_was() {
+  for (const int who : {2, 3}) {
+    Rank root(0, kHosts, {1, 2, 3, 4, 5});
+    root.say(who, kLeaving, number(0));
+    for (const int peer : {1, 4, 5}) {
+      CHECK(root.heard_by(peer, kAbsent) == (who == 2 ? Numbers{2} : Numbers{}));
+    }
+  }
 }
 
 // Two long collectives that all ranks of `rank`'s group have called: the first has begun.
@@ -354,6 +444,9 @@ const std::vector<Test> kTests = {
     TEST(rank_0_hears_what_is_for_its_host),
     TEST(the_word_to_go_is_rank_0s_and_the_own_leaders),
     TEST(what_a_rank_has_sent_is_heard_though_it_leaves),
+    TEST(leaders_pass_messages_on),
+    TEST(a_leader_that_leaves_passes_on_the_rest),
+    TEST(rank_0_tells_who_a_leader_was),
     TEST(what_a_lost_rank_had_not_done_fails_at_once),
     TEST(what_was_not_begun_is_not_done),
     TEST(rank_0_tells_leaders_and_its_host_what_it_has_done),

@@ -30,7 +30,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kRanks = 4;  // two on each host
+constexpr int kRanks = 6;  // two on each host
 
 class Random {
  public:
@@ -127,6 +127,26 @@ Contribution given(Random& random) {
   return {bytes, parts};
 }
 
+// Of a message that is about the last of its rank.
+OtherEnd other_end(uint64_t number, Random& random) {
+  return {static_cast<int>(random.below(kRanks)), number - static_cast<uint64_t>(random.below(3)),
+          static_cast<Delivered>(random.below(3))};
+}
+
+// What leaders pass on.
+Payload delivery(int from, int to, uint64_t number, Random& random) {
+  Posted send{.rank = from,
+              .number = number,
+              .sends = true,
+              .peer = to,
+              .tag = random.below(3),
+              .bytes = static_cast<uint64_t>(random.below(3))};
+  if (!random.one_in(4)) {
+    send.data = std::string(send.bytes, 'x');
+  }
+  return encoded_delivery(send);
+}
+
 // A sentence that makes sense, of a rank whose next call and message are `seq` and `number`.
 Payload sentence(uint32_t kind, uint64_t seq, uint64_t number, Random& random) {
   switch (kind) {
@@ -157,8 +177,14 @@ Payload sentence(uint32_t kind, uint64_t seq, uint64_t number, Random& random) {
                     .dtype = static_cast<DType>(random.below(21))};
       if (posted.sends && random.one_in(2)) {
         posted.data = std::string(posted.bytes, 'x');
+      } else if (posted.sends) {
+        posted.delivered = static_cast<Delivered>(random.below(3));
       }
       return encoded(posted).put(static_cast<int64_t>(number));
+    }
+    case kWithdrawn: {
+      Payload words;
+      return put(words, other_end(number, random));
     }
     default:
       return Payload().put(random.below(5)).put(random.text()).put(random.below(5));
@@ -184,7 +210,9 @@ std::vector<Member> members() {
   return all;
 }
 
-// What rank 0 says.
+constexpr int kSelf = 3;
+
+// What rank 0 says to rank `kSelf`, or its leader.
 Payload word(uint32_t kind, uint64_t number, Random& random) {
   switch (kind) {
     case kGo: {
@@ -193,14 +221,22 @@ Payload word(uint32_t kind, uint64_t number, Random& random) {
     }
     case kGranted: {
       Payload words;
-      words.put(static_cast<int64_t>(number)).put(random.below(kRanks));
+      put(words.put(static_cast<int64_t>(number)), other_end(number, random));
       put_data(words, random.one_in(2) ? std::optional(random.text()) : std::nullopt);
       return words;
+    }
+    case kDelivering:
+      return delivery(static_cast<int>(random.below(kRanks)), kSelf, number, random);
+    case kTaken:
+      return Payload().put(random.below(kRanks)).put(kSelf).put(static_cast<int64_t>(number));
+    case kWithdraw: {
+      Payload words;
+      return put(words, other_end(number, random)).put(random.below(3));
     }
     case kWanted:
       return encoded_wanted({.rank = static_cast<int>(random.below(kRanks)),
                              .number = number,
-                             .peer = 1,
+                             .peer = kSelf,
                              .tag = random.below(3),
                              .bytes = static_cast<uint64_t>(random.below(3))});
     case kUnwanted:
@@ -208,12 +244,10 @@ Payload word(uint32_t kind, uint64_t number, Random& random) {
           .put(random.below(kRanks))
           .put(random.below(3))
           .put(static_cast<int64_t>(number));
-    case kDenied:
-      return Payload()
-          .put(static_cast<int64_t>(number))
-          .put(random.below(6))
-          .put(random.text())
-          .put(std::vector<int>{1});
+    case kDenied: {
+      Payload words = Payload().put(static_cast<int64_t>(number)).put(random.below(6));
+      return put(words.put(random.text()).put(std::vector<int>{1}), other_end(number, random));
+    }
     case kOver:
       return encoded(
           End{ErrorKind::RankLost, {static_cast<int>(random.below(kRanks))}, "gone", kDataGrace});
@@ -256,7 +290,7 @@ void a_coordinator_takes_anything() {
       const auto r = static_cast<size_t>(rank);
       const auto kind = static_cast<uint32_t>(random.one_in(3)   ? kCalling
                                               : random.one_in(2) ? kPosting
-                                                                 : 14 + random.below(27));
+                                                                 : 14 + random.below(33));
       const bool is_changed = random.one_in(4);
       const std::string bytes = sentence(kind, seq[r], number[r], random).bytes();
       Payload words(is_changed ? changed(bytes, random) : bytes);
@@ -282,7 +316,7 @@ void a_coordinator_takes_anything() {
 }
 
 // Of all ranks of host `first / 2`, as their leader passes them on.
-Payload passed_on(int first, uint64_t seq, Random& random) {
+Payload of_host(int first, uint64_t seq, Random& random) {
   Payload all;
   for (int rank = first; rank < first + (random.one_in(9) ? 1 : 2); ++rank) {
     all.put(sentence(kCalling, seq + random.one_in(9), 1, random).bytes());
@@ -293,13 +327,17 @@ Payload passed_on(int first, uint64_t seq, Random& random) {
 void a_leader_takes_anything() {
   Random random(seed() + 3);
   const auto began = Clock::now();
-  uint64_t taken = 0, refused = 0, begun = 0;
+  uint64_t taken = 0, refused = 0, begun = 0, passed_on = 0;
   while (is_time_left(began)) {
     const Roster roster({2, kRanks, "test"}, members());
     Relay relay(roster, [&](int rank, Says kind, const Payload&) {
-      // There is no other leader but rank 0, which hears of calls from the ranks themselves.
-      CHECK((rank == 2 || rank == 3) && kind == kGo);
-      ++begun;
+      // Rank 0 hears of calls from the ranks themselves, and of messages.
+      const bool is_for_own = rank == 2 || rank == 3;
+      CHECK(kind == kGo         ? is_for_own
+            : kind == kRelaying ? rank == 4
+                                : (is_for_own || rank == 4) && kind == kDelivering);
+      begun += kind == kGo;
+      passed_on += kind == kDelivering;
     });
     uint64_t seq = 1;
     for (int i = 0; i < 200; ++i) {
@@ -308,11 +346,14 @@ void a_leader_takes_anything() {
         return Payload(is_changed ? changed(words.bytes(), random) : words.bytes());
       };
       try {
-        if (random.one_in(2)) {
+        if (random.one_in(3)) {
+          const auto any = [&] { return static_cast<int>(random.below(kRanks)); };
+          relay.hear_of_message(any(), kDelivering, words_of(delivery(any(), any(), seq, random)));
+        } else if (random.one_in(2)) {
           relay.hear_call(2 + static_cast<int>(random.below(2)),
                           words_of(sentence(kCalling, seq, 1, random)));
         } else {
-          auto words = words_of(passed_on(0, seq, random));
+          auto words = words_of(of_host(2 * static_cast<int>(random.below(3)), seq, random));
           relay.hear_calls(static_cast<int>(random.below(kRanks)), words);
         }
         ++taken;
@@ -325,26 +366,27 @@ void a_leader_takes_anything() {
       }
     }
   }
-  CHECK(taken > 0 && refused > 0 && begun > 0);
+  CHECK(taken > 0 && refused > 0 && begun > 0 && passed_on > 0);
   std::printf("leader: %llu taken, %llu refused, %llu begun\n",
               static_cast<unsigned long long>(taken), static_cast<unsigned long long>(refused),
               static_cast<unsigned long long>(begun));
 }
 
-// Rank 1, with calls and messages of its own.
+// A rank with calls and messages of its own.
 void a_rank_takes_anything() {
   Random random(seed() + 4);
   const auto began = Clock::now();
   uint64_t taken = 0, refused = 0, begun = 0, over = 0, failed = 0;
   while (is_time_left(began)) {
-    const Roster roster({1, kRanks, "test"}, members());
+    const Roster roster({kSelf, kRanks, "test"}, members());
     OpenCalls calls(roster, std::chrono::seconds(1));
-    Participant rank(roster, calls, [](Says, const Payload&) {}, [](const Payload&) {}, [] {}, {});
+    Participant rank(
+        roster, calls, [](Says, const Payload&) {}, [](Says, const Payload&) {}, [] {}, {});
     uint64_t called = 0, posted = 0;
     const auto call = [&](std::optional<int64_t> tag) {
       OpenCall call{"op", tag, std::chrono::seconds(1), [&](uint64_t) { ++begun; },
                     [&](const Failure&) { ++failed; }};
-      if (random.one_in(2)) {
+      if (tag || random.one_in(2)) {  // each message is little
         call.receive = [&](uint64_t, const auto&) { ++over; };
       }
       return call;
@@ -355,20 +397,21 @@ void a_rank_takes_anything() {
         ++called;
       } else if (random.one_in(2)) {
         Posted end{.sends = random.one_in(2),
-                   .peer = static_cast<int>(random.below(kRanks)),
+                   .peer = static_cast<int>(random.below(kRanks + 1)) - 1,
                    .tag = random.below(3),
                    .bytes = static_cast<uint64_t>(random.below(3))};
         auto message = call(end.tag);
-        if (end.sends && message.receive) {
+        if (end.sends && random.one_in(2)) {
           end.data = std::string(end.bytes, 'x');
         }
         calls.enter_message(std::move(end), std::move(message));
         ++posted;
       }
-      const auto kind = static_cast<uint32_t>(random.one_in(3)   ? kWanted
+      const auto kind = static_cast<uint32_t>(random.one_in(4)   ? kWanted
+                                              : random.one_in(3) ? kDelivering
                                               : random.one_in(2) ? kGranted
                                               : random.one_in(2) ? kGo
-                                                                 : 14 + random.below(27));
+                                                                 : 14 + random.below(33));
       const auto last = kind == kGo ? called : posted;
       const auto number = last - static_cast<uint64_t>(random.below(4));
       const bool is_changed = random.one_in(4);
@@ -379,6 +422,9 @@ void a_rank_takes_anything() {
         ++taken;
       } catch (const std::runtime_error&) {
         ++refused;
+      }
+      if (random.one_in(20)) {
+        rank.look(Clock::now() + std::chrono::seconds(1));
       }
       rank.settle();
       calls.take_news();
@@ -401,9 +447,10 @@ void words_are_taken_apart_or_refused() {
          {changed(sentence(kCalling, 1, 1, random).bytes(), random),
           changed(sentence(kPosting, 1, 1, random).bytes(), random),
           changed(all_data(random).bytes(), random),
+          changed(delivery(2, kSelf, 1, random).bytes(), random),
           changed(encoded(End{ErrorKind::RankLost, {1}, "gone", kDataGrace}).bytes(), random),
           random.text()}) {
-      for (int which = 0; which < 5; ++which) {
+      for (int which = 0; which < 7; ++which) {
         Payload words(bytes);
         try {
           if (which == 0) {
@@ -413,13 +460,19 @@ void words_are_taken_apart_or_refused() {
             const auto posted = take_posted(words);
             CHECK(posted.dtype <= DType::Bytes);
           } else if (which == 2) {
-            const auto call = take_call(words, kRanks, 2);
+            const auto call = take_call(words, kRanks, 3);
             for (int rank = 0; call.data && rank < kRanks; ++rank) {
               CHECK(call.data->of(rank).size() <= call.data->size());
             }
           } else if (which == 3) {
             const auto data = take_all(words, kRanks);
             CHECK(data.empty() || data.size() == kRanks);
+          } else if (which == 4) {
+            const auto send = take_delivery(words, kRanks);
+            CHECK(send.rank < kRanks && send.peer < kRanks && send.rank != send.peer);
+          } else if (which == 5) {
+            const auto other = take_other_end(words, kRanks);
+            CHECK(other.rank < kRanks && other.delivered <= Delivered::Data);
           } else {
             const auto end = take_end(words);
             CHECK(end.kind <= ErrorKind::Closed);

@@ -508,7 +508,7 @@ void a_leader_that_does_not_pass_on_is_named() {
     for (int rank = 0; rank < 6; ++rank) {
       root.call(rank, 1);
     }
-    root.hear(3, kLate, Payload().put(1).put(std::string("1 s")));
+    root.hear(3, kLate, Payload().put(1).put("collective 1 must be done within 1 s"));
     CHECK((root.told(kPing) == std::vector<int>{2, 3, 4, 5}));
     // Of its host nobody answers, or the leader, whose word it is, alone.
     for (const int rank : answers ? std::vector<int>{2, 4, 5} : std::vector<int>{4, 5}) {

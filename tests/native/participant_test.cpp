@@ -104,7 +104,7 @@ void lost_ranks_are_told_of_at_once() {
     OpenCalls calls(roster, 2s);
     std::vector<int> lost;
     Participant rank(
-        roster, calls, [](Says, const Payload&) {}, [](const Payload&) {}, [] {},
+        roster, calls, [](Says, const Payload&) {}, [](Says, const Payload&) {}, [] {},
         [&](const std::vector<int>& ranks) {
           CHECK(!calls.end());  // before anything fails
           lost.insert(lost.end(), ranks.begin(), ranks.end());
@@ -127,7 +127,7 @@ void lost_ranks_are_told_of_at_once() {
     const Roster roster = roster_of(1, {"a", "a", "b"});
     OpenCalls calls(roster, 2s);
     Participant rank(
-        roster, calls, [](Says, const Payload&) {}, [](const Payload&) {}, [] {},
+        roster, calls, [](Says, const Payload&) {}, [](Says, const Payload&) {}, [] {},
         [](const std::vector<int>&) { CHECK(false); });
     Payload words(encoded({Kind::RankLost, {2, nobody}, "why", kDataGrace}).bytes());
     bool is_refused = false;
@@ -211,15 +211,16 @@ void data_that_is_no_messages_is_refused() {
   const Roster roster = roster_of(1, {"a", "a", "b"});
   for (const bool is_little : {false, true}) {
     OpenCalls calls(roster, 2s);
-    Participant rank(roster, calls, [](Says, const Payload&) {}, [](const Payload&) {}, [] {}, {});
+    Participant rank(
+        roster, calls, [](Says, const Payload&) {}, [](Says, const Payload&) {}, [] {}, {});
     std::vector<std::string> received;
     OpenCall call{"recv", 0, kLong, [](uint64_t) { CHECK(false); }, [](const Failure&) {}};
     if (is_little) {
       call.receive = [&](uint64_t, const auto& data) { received = data; };
     }
     calls.enter_message({.peer = 2, .bytes = 4}, std::move(call));
-    Payload words = Payload().put(1).put(2);
-    put_data(words, "data");
+    Payload words = Payload().put(1);
+    put_data(put(words, OtherEnd{.rank = 2, .number = 1}), "data");
     CHECK(is_refused([&] { rank.obey(kGranted, words); }) == !is_little);
     rank.settle();
     CHECK((received == std::vector<std::string>(is_little ? 1 : 0, "data")));
@@ -255,9 +256,13 @@ class Sender {
          encoded_wanted({.rank = rank, .number = number, .peer = 1, .tag = tag, .bytes = bytes}));
   }
   void grant(uint64_t number, int peer) {
-    Payload words = Payload().put(static_cast<int64_t>(number)).put(peer);
-    put_data(words, "");
+    Payload words = Payload().put(static_cast<int64_t>(number));
+    put_data(put(words, OtherEnd{.rank = peer}), "");
     hear(kGranted, words);
+  }
+  void deny(uint64_t number, const std::vector<int>& ranks) {
+    Payload words = Payload().put(static_cast<int64_t>(number)).put(0).put("no").put(ranks);
+    hear(kDenied, put(words, OtherEnd()));
   }
   bool is_over(uint64_t number) const {
     return std::count(over_.begin(), over_.end(), number) == 1;
@@ -269,7 +274,8 @@ class Sender {
  private:
   const Roster roster_ = roster_of(1, {"a", "b", "c"});
   OpenCalls calls_{roster_, 2s};
-  Participant rank_{roster_, calls_, [](Says, const Payload&) {}, [](const Payload&) {}, [] {}, {}};
+  Participant rank_{roster_, calls_, [](Says, const Payload&) {}, [](Says, const Payload&) {},
+                    [] {},   {}};
   uint64_t last_ = 0;
   std::vector<uint64_t> over_, failed_;
 };
@@ -311,9 +317,7 @@ void what_is_wanted_but_does_not_fit_waits_for_rank_0() {
   rank.want(2, 4);
   const auto right = rank.send(2, "data");
   CHECK(!rank.is_over(wrong) && rank.is_over(right));
-  rank.hear(
-      kDenied,
-      Payload().put(static_cast<int64_t>(wrong)).put(0).put("no").put(std::vector<int>{1, 2}));
+  rank.deny(wrong, {1, 2});
   CHECK(rank.has_failed(wrong));
   // So does what travels without its data.
   rank.want(2, 4);
@@ -323,9 +327,7 @@ void what_is_wanted_but_does_not_fit_waits_for_rank_0() {
   CHECK(rank.is_over(rank.send(2, "data")));
   // One that rank 0 has answered is nobody's any more.
   const auto given_up = rank.send(0, "data");
-  rank.hear(
-      kDenied,
-      Payload().put(static_cast<int64_t>(given_up)).put(0).put("no").put(std::vector<int>{1, 0}));
+  rank.deny(given_up, {1, 0});
   rank.want(0, 4);
   CHECK(!rank.is_over(given_up) && rank.is_over(rank.send(0, "data")));
 }
@@ -392,7 +394,7 @@ void rank_0_tells_who_is_wanted() {
   const auto late = number + 1;
   CHECK((post(2, false, 1, 4, 4) == Told{{1, kWanted}}));
   told.clear();
-  messages.give_up(2, late, "must be done", {1});
+  messages.answer({late, kOverdue, "it must be done", 2}, [](int) { return "alive"; });
   CHECK((told == Told{{1, kUnwanted}, {2, kDenied}}));
   told.clear();
   messages.leave(0);

@@ -129,10 +129,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   }
 
   size_t most_with_words(int peer) const {
-    const auto is_on_the_way = [this](int rank) { return roster_.are_on_one_machine(rank, 0); };
-    return is_on_the_way(roster_.place().rank) || (peer >= 0 && is_on_the_way(peer))
-               ? kLittleMessage
-               : kLittleOnDetour;
+    return calls_.most_with_words(peer);
   }
 
   uint64_t count() const {

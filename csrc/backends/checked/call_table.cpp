@@ -21,6 +21,11 @@ std::string seconds(CallTable::Milliseconds time) {
   return out.str();
 }
 
+std::string text_of_late(uint64_t seq, const OpenCall& call) {
+  return (call.tag ? text_of_message(*call.tag) : "collective " + std::to_string(seq)) +
+         " must be done within " + seconds(call.timeout);
+}
+
 }  // namespace
 
 // --- Texts -------------------------------------------------------------------------------------
@@ -187,15 +192,11 @@ CallTable::Late CallTable::take_late(Clock::time_point now,
     for (auto* calls : {&waiting_, &messages_}) {
       for (auto& [seq, call] : *calls) {
         if (call.late <= now && (call.asked || is_root_stopped())) {
-          late.unanswered =
-              (call.tag ? text_of_message(*call.tag) : "collective " + std::to_string(seq)) +
-              " must be done within " + seconds(call.timeout);
+          late.unanswered = text_of_late(seq, call);
         } else if (call.late <= now) {
           call.asked = true;
           call.late = after(verdict_);
-          late.questions.emplace_back(
-              call.tag ? kOverdue : kLate,
-              Payload().put(static_cast<int64_t>(seq)).put(seconds(call.timeout)));
+          late.questions.push_back({call.tag ? kOverdue : kLate, seq, text_of_late(seq, call)});
         }
         soonest_ = std::min(soonest_, call.late);
       }

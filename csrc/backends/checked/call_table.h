@@ -51,8 +51,13 @@ class CallTable {
     Failure failure;
   };
   struct Late {
-    std::vector<std::pair<Says, Payload>> questions;  // to rank 0
-    std::string unanswered;                           // what rank 0 says nothing about
+    struct Question {
+      Says kind;
+      uint64_t seq;
+      std::string what;
+    };
+    std::vector<Question> questions;  // to rank 0
+    std::string unanswered;           // what rank 0 says nothing about
   };
 
   // `roster` outlives this. `verdict`: what rank 0 has to find out what is the matter.

@@ -35,6 +35,9 @@ void Coordinator::hear(int rank, uint32_t kind, Payload& words) {
           posted.peer < (posted.sends ? 0 : -1)) {
         throw std::runtime_error("a message to or from nobody");
       }
+      if (posted.delivered != Delivered::Nothing && !roster_.go_by_leaders(rank, posted.peer)) {
+        throw std::runtime_error("a message that no leader can deliver");
+      }
       if (!has_ended_) {
         messages_.add(posted);
       }
@@ -74,10 +77,18 @@ void Coordinator::hear(int rank, uint32_t kind, Payload& words) {
     }
     case kOverdue: {
       const auto number = static_cast<uint64_t>(words.number());
-      const auto within = words.text();
+      const auto what = words.text();
       if (messages_.waits(rank, number)) {
-        ask({number, kOverdue, within, rank}, awaited_by(rank, kOverdue, number));
+        messages_.withdraw(rank, number);
+        ask({number, kOverdue, what, rank}, awaited_by(rank, kOverdue, number));
+      } else if (roster_.hears_by_leaders(rank)) {
+        ask({number, kGranted, what, rank}, roster_.leaders());
       }
+      break;
+    }
+    case kWithdrawn: {
+      const auto send = take_other_end(words, roster_.place().size);
+      messages_.hear_withdrawn(rank, send.rank, send.number);
       break;
     }
     case kSevered: {
@@ -95,6 +106,9 @@ void Coordinator::hear(int rank, uint32_t kind, Payload& words) {
       break;
     case kLeaving:
       progress_.leave(rank, static_cast<uint64_t>(words.number()));
+      if (roster_.hears_by_leaders(rank) && roster_.leader_of(rank) == rank) {
+        tell_all(kAbsent, Payload().put(rank));
+      }
       messages_.leave(rank);
       compare();
       break;
@@ -141,7 +155,7 @@ bool Coordinator::has_messages() const {
 void Coordinator::tell_done(uint64_t seq) {
   // Others hear of it, where this one is gone, by the leaders.
   const Payload words = Payload().put(static_cast<int64_t>(seq));
-  auto ranks = leaders();
+  auto ranks = roster_.leaders();
   ranks.insert(ranks.end(), roster_.own_host().begin(), roster_.own_host().end());
   for (const int rank : ranks) {
     if (rank != 0) {
@@ -194,15 +208,7 @@ void Coordinator::end_for_all(End end) {
 }
 
 std::vector<int> Coordinator::suspects_of(uint64_t seq) const {
-  return seq > progress_.agreed() ? progress_.suspects(seq) : leaders();
-}
-
-std::vector<int> Coordinator::leaders() const {
-  std::vector<int> ranks;
-  for (const auto& host : roster_.hosts()) {
-    ranks.push_back(host.front());
-  }
-  return ranks;
+  return seq > progress_.agreed() ? progress_.suspects(seq) : roster_.leaders();
 }
 
 std::vector<int> Coordinator::awaited_by(int rank, Says question, uint64_t number) const {
@@ -232,10 +238,7 @@ void Coordinator::answer(const Question& question) {
            : question.silent.count(rank) != 0 ? "silent"
                                               : "alive";
   };
-  const auto is_stuck = [&](int rank) {
-    const auto state = state_of(rank);
-    return state == "stopped" || state == "silent";
-  };
+  const auto is_stuck = [&](int rank) { return c10d_ext::is_stuck(state_of(rank)); };
   const uint64_t seq = question.seq;
   if (question.kind == kAsking || question.kind == kAskingOfMessage) {
     auto ranks = awaited_by(question.of, question.kind, seq);
@@ -250,12 +253,8 @@ void Coordinator::answer(const Question& question) {
               .put(ranks));
     return;
   }
-  if (question.kind == kOverdue) {
-    const auto ranks = awaited_by(question.of, question.kind, seq);
-    messages_.give_up(question.of, seq,
-                      "must be done within " + question.why + ", got no answer from " +
-                          (ranks.empty() ? "any rank" : roster_.describe(ranks, state_of)),
-                      ranks);
+  if (question.kind == kOverdue || question.kind == kGranted) {
+    messages_.answer(question, state_of);
     return;
   }
   if (question.kind == kSevered && !progress_.has_lost_some()) {
@@ -275,8 +274,8 @@ void Coordinator::answer(const Question& question) {
     // What all have called is about to begin, where their leaders are well.
     if (!behind.empty() || are_some_stuck) {
       std::ostringstream text;
-      text << "the collective " << seq << " must be done within " << question.why
-           << ", got no answer from " << roster_.describe(ranks, state_of);
+      text << "the " << question.why << ", got no answer from "
+           << roster_.describe(ranks, state_of);
       for (const int rank : behind) {
         const uint64_t at = progress_.at(rank);
         text << "; rank " << rank << " is "

@@ -50,7 +50,6 @@ class Coordinator {
 
   // Who has not called a collective; where all have, those who may not have said so.
   std::vector<int> suspects_of(uint64_t seq) const;
-  std::vector<int> leaders() const;
   // Whom collective or message `number` of `rank` waits for; none where that can be anybody.
   std::vector<int> awaited_by(int rank, Says question, uint64_t number) const;
 

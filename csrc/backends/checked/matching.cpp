@@ -35,17 +35,34 @@ bool Matching::want_last(int rank, int64_t tag) {
   return last.is_wanted;
 }
 
-const Posted* Matching::find(int rank, uint64_t number) const {
+const Posted* Matching::find_any(const std::function<bool(const Posted&)>& which) const {
   for (const auto& [key, box] : boxes_) {
     for (const auto* ends : {&box.sends, &box.receives}) {
-      for (const Posted& posted : *ends) {
-        if (posted.rank == rank && posted.number == number) {
-          return &posted;
-        }
+      const auto found = std::find_if(ends->begin(), ends->end(), which);
+      if (found != ends->end()) {
+        return &*found;
       }
     }
   }
   return nullptr;
+}
+
+const Posted* Matching::find(int rank, uint64_t number) const {
+  return find_any([&](const Posted& o) { return o.rank == rank && o.number == number; });
+}
+
+void Matching::give_up(int rank, uint64_t number) {
+  for (auto& [key, box] : boxes_) {
+    for (Posted& send : box.sends) {
+      send.is_given_up |= send.rank == rank && send.number == number;
+    }
+  }
+}
+
+std::optional<Posted> Matching::take_out(int rank, uint64_t number) {
+  const auto taken =
+      take_out([&](const Posted& o) { return o.rank == rank && o.number == number; });
+  return taken.empty() ? std::nullopt : std::optional(taken.front());
 }
 
 std::vector<Posted> Matching::take_out(const std::function<bool(const Posted&)>& which) {

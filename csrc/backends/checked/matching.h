@@ -15,6 +15,9 @@
 
 namespace c10d_ext {
 
+// What the receiver of a message hears of it by leaders, before rank 0 says that it is granted.
+enum class Delivered : uint8_t { Nothing, Words, Data };
+
 // A message as one of its two ends tells of it.
 struct Posted {
   int rank = -1;
@@ -26,8 +29,11 @@ struct Posted {
   DType dtype = DType::Bytes;
   // Of a send, where it is little: it travels with what is said of it.
   std::optional<std::string> data = std::nullopt;
+  Delivered delivered = Delivered::Nothing;  // of a send
   // Of a receive that waits: who is to send to it knows of it.
   bool is_wanted = false;
+  // Of a send that waits: nobody waits for it.
+  bool is_given_up = false;
 };
 
 // Ends of messages that wait for the other one. The messages from one rank to another with one tag
@@ -40,11 +46,13 @@ class Matching {
   // one before it that could take the same messages is wanted. Then so is this one.
   bool want_last(int rank, int64_t tag);
 
-  bool is_empty() const {
-    return boxes_.empty();
-  }
+  // One of those that wait, if there is any.
+  const Posted* find_any(const std::function<bool(const Posted&)>& which) const;
   const Posted* find(int rank, uint64_t number) const;
-  // Those that wait no longer.
+  // It may be matched, but nobody waits for that.
+  void give_up(int rank, uint64_t number);
+  // What waits no longer.
+  std::optional<Posted> take_out(int rank, uint64_t number);
   std::vector<Posted> take_out(const std::function<bool(const Posted&)>& which);
 
  private:

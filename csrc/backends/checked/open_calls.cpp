@@ -10,9 +10,6 @@ OpenCalls::Clock::time_point after(OpenCalls::Milliseconds time) {
   return OpenCalls::Clock::now() + bounded(time);
 }
 
-// So many bytes of this rank's messages are on their way at a time, and may wait at rank 0.
-constexpr size_t kMostHeld = size_t{1} << 20;
-
 }  // namespace
 
 // --- From any thread ---------------------------------------------------------------------------
@@ -44,16 +41,11 @@ std::pair<uint64_t, std::optional<OpenCalls::Failed>> OpenCalls::enter_message(P
   if (auto failed = refuse(call, posted.number)) {
     return {posted.number, std::move(failed)};
   }
-  if (posted.data && sent_.bytes() + posted.data->size() > kMostHeld) {
-    posted.data.reset();
-  }
-  table_.add_message(posted.number, std::move(call));
-  News news{posted.number, kPosting, encoded(posted).put(static_cast<int64_t>(posted.number))};
-  if (posted.sends && sent_.add(posted)) {
-    news.wanted_by = posted.peer;
-  }
-  news_.push_back(std::move(news));
-  return {posted.number, std::nullopt};
+  const uint64_t number = posted.number;
+  table_.add_message(number, std::move(call));
+  news_.push_back(messages_.post(std::move(posted)));
+  settle_messages();
+  return {number, std::nullopt};
 }
 
 void OpenCalls::add_news(News news) {
@@ -78,6 +70,11 @@ bool OpenCalls::done(uint64_t seq) {
 uint64_t OpenCalls::count() const {
   const std::lock_guard lock(mutex_);
   return count_;
+}
+
+size_t OpenCalls::most_with_words(int peer) const {
+  const std::lock_guard lock(mutex_);
+  return messages_.most_with_words(peer);
 }
 
 uint64_t OpenCalls::agreed() const {
@@ -184,7 +181,13 @@ bool OpenCalls::break_off(uint64_t seq) {
 OpenCalls::Late OpenCalls::take_late(Clock::time_point now,
                                      const std::function<bool()>& is_root_stopped) {
   const std::lock_guard lock(mutex_);
-  return table_.take_late(now, is_root_stopped);
+  auto late = table_.take_late(now, is_root_stopped);
+  for (const auto& question : late.questions) {
+    if (question.kind == kOverdue) {
+      messages_.doubt(question.seq);
+    }
+  }
+  return late;
 }
 
 void OpenCalls::go(uint64_t seq, std::vector<std::string> data) {
@@ -204,22 +207,19 @@ void OpenCalls::take_answer(Asked asked, Difference who) {
   changed_.notify_all();
 }
 
-void OpenCalls::grant(uint64_t number, uint64_t peer, std::optional<std::string> data) {
+void OpenCalls::hear_of_messages(const std::function<void(OwnMessages&)>& what) {
   const std::lock_guard lock(mutex_);
-  sent_.settle(number);
-  table_.grant(number, peer, std::move(data));
+  what(messages_);
+  settle_messages();
 }
 
-void OpenCalls::want(const Posted& receive) {
-  const std::lock_guard lock(mutex_);
-  if (const auto over = sent_.want(receive)) {
-    table_.grant(*over, static_cast<uint64_t>(receive.rank), std::string());
+void OpenCalls::settle_messages() {
+  for (auto& [number, peer, data] : messages_.take_granted()) {
+    table_.grant(number, static_cast<uint64_t>(peer), std::move(data));
   }
-}
-
-void OpenCalls::unwant(int rank, int64_t tag, uint64_t number) {
-  const std::lock_guard lock(mutex_);
-  sent_.unwant(rank, tag, number);
+  for (auto& news : messages_.take_news()) {
+    news_.push_back(std::move(news));
+  }
 }
 
 void OpenCalls::deny_collective(uint64_t seq, ErrorKind kind, const Difference& why) {
@@ -227,9 +227,11 @@ void OpenCalls::deny_collective(uint64_t seq, ErrorKind kind, const Difference& 
   table_.deny_collective(seq, kind, why);
 }
 
-void OpenCalls::deny_message(uint64_t number, ErrorKind kind, const Difference& why) {
+void OpenCalls::deny_message(uint64_t number, ErrorKind kind, const Difference& why,
+                             const OtherEnd& other) {
   const std::lock_guard lock(mutex_);
-  sent_.settle(number);
+  messages_.deny(number, other);
+  settle_messages();
   table_.deny_message(number, kind, why);
 }
 

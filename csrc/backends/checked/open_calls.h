@@ -17,23 +17,14 @@
 #include <vector>
 
 #include "backends/checked/call_table.h"
+#include "backends/checked/news.h"
+#include "backends/checked/own_messages.h"
 #include "backends/checked/protocol.h"
 #include "backends/checked/roster.h"
-#include "backends/checked/sent_messages.h"
 #include "base/errors.h"
 #include "base/fingerprint.h"
 
 namespace c10d_ext {
-
-// Something to say about collective, or message, `seq`.
-struct News {
-  uint64_t seq;
-  Says kind;
-  Payload words;
-  std::optional<Calling> call = std::nullopt;  // in place of words
-  // Of a message, which is over once it is said: the rank that wants it.
-  std::optional<int> wanted_by = std::nullopt;
-};
 
 class OpenCalls {
  public:
@@ -48,7 +39,8 @@ class OpenCalls {
   static constexpr auto& kDestroyed = CallTable::kDestroyed;
 
   // `roster` outlives this. `verdict`: what rank 0 has to find out what is the matter.
-  OpenCalls(const Roster& roster, Milliseconds verdict) : table_(roster, verdict) {}
+  OpenCalls(const Roster& roster, Milliseconds verdict)
+      : messages_(roster), table_(roster, verdict) {}
 
   // --- From any thread --------------------------------------------------------------------------
 
@@ -62,6 +54,8 @@ class OpenCalls {
   bool done(uint64_t seq);
   uint64_t count() const;
   uint64_t agreed() const;
+  // So many bytes of a message to that rank may travel before rank 0's word.
+  size_t most_with_words(int peer) const;
   bool has_collectives() const;
   // Whether a collective, or a message, has neither begun nor failed.
   bool is_waiting(uint64_t seq) const;
@@ -96,13 +90,10 @@ class OpenCalls {
   Late take_late(Clock::time_point now, const std::function<bool()>& is_root_stopped);
   void go(uint64_t seq, std::vector<std::string> data);
   void take_answer(Asked asked, Difference who);
-  // From here on the inner backend knows of the message, and of its end; or its data is here.
-  void grant(uint64_t number, uint64_t peer, std::optional<std::string> data);
-  // A receive of another rank waits for a message of this one, or does so no longer.
-  void want(const Posted& receive);
-  void unwant(int rank, int64_t tag, uint64_t number);
+  // Somebody says something about messages.
+  void hear_of_messages(const std::function<void(OwnMessages&)>& what);
   void deny_collective(uint64_t seq, ErrorKind kind, const Difference& why);
-  void deny_message(uint64_t number, ErrorKind kind, const Difference& why);
+  void deny_message(uint64_t number, ErrorKind kind, const Difference& why, const OtherEnd& other);
   // The group is of no more use. The first reason stays.
   void finish(End end);
   // As a CallTable.
@@ -120,6 +111,8 @@ class OpenCalls {
  private:
   // Where the group is of no more use: takes the call.
   std::optional<Failed> refuse(OpenCall& call, uint64_t seq) const;
+  // What has come of what was said about messages.
+  void settle_messages();
 
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
@@ -131,8 +124,8 @@ class OpenCalls {
   std::vector<News> news_;
   // The answer once it is there.
   std::map<Asked, std::optional<Difference>> asked_;
+  OwnMessages messages_;
   CallTable table_;
-  SentMessages sent_;
 };
 
 }  // namespace c10d_ext

@@ -21,12 +21,12 @@ constexpr Milliseconds kLastWord{50};
 
 }  // namespace
 
-Participant::Participant(const Roster& roster, OpenCalls& calls, Say say, SayCall say_call,
+Participant::Participant(const Roster& roster, OpenCalls& calls, Say say, SayToLeader say_to_leader,
                          Wake wake, Lose lose)
     : roster_(roster),
       calls_(calls),
       say_(std::move(say)),
-      say_call_(std::move(say_call)),
+      say_to_leader_(std::move(say_to_leader)),
       wake_(std::move(wake)),
       lose_(std::move(lose)) {}
 
@@ -45,13 +45,36 @@ void Participant::obey(uint32_t kind, Payload& words) {
     }
     case kGranted: {
       const auto number = static_cast<uint64_t>(words.number());
-      const auto peer = words.number();
-      if (peer < 0 || peer >= roster_.place().size) {
+      const auto other = take_other_end(words, roster_.place().size);
+      if (other.rank < 0) {
         throw std::runtime_error("a message to or from nobody");
       }
-      calls_.grant(number, static_cast<uint64_t>(peer), take_data(words));
+      calls_.hear_of_messages(
+          [&](OwnMessages& messages) { messages.grant(number, other, take_data(words)); });
       break;
     }
+    case kDelivering:
+      calls_.hear_of_messages([&](OwnMessages& messages) {
+        messages.deliver(take_delivery(words, roster_.place().size));
+      });
+      break;
+    case kTaken: {
+      const auto [from, to] = take_way(words, roster_.place().size);
+      calls_.hear_of_messages([&, from = from](OwnMessages& messages) {
+        messages.take(from, static_cast<uint64_t>(words.number()));
+      });
+      break;
+    }
+    case kWithdraw: {
+      const auto send = take_other_end(words, roster_.place().size);
+      calls_.hear_of_messages(
+          [&](OwnMessages& messages) { messages.withdraw(send, words.number()); });
+      break;
+    }
+    case kAbsent:
+      calls_.hear_of_messages(
+          [&](OwnMessages& messages) { messages.miss_leader(static_cast<int>(words.number())); });
+      break;
     case kDenied: {
       const auto number = static_cast<uint64_t>(words.number());
       const auto said = words.number();
@@ -60,16 +83,21 @@ void Participant::obey(uint32_t kind, Payload& words) {
       }
       const auto kind = static_cast<Kind>(said);
       const auto text = words.text();
-      calls_.deny_message(number, kind, {text, words.numbers<int>()});
+      const auto ranks = words.numbers<int>();
+      calls_.deny_message(number, kind, {text, ranks}, take_other_end(words, roster_.place().size));
       break;
     }
     case kWanted:
-      calls_.want(take_wanted(words, roster_.place().rank, roster_.place().size));
+      calls_.hear_of_messages([&](OwnMessages& messages) {
+        messages.want(take_wanted(words, roster_.place().rank, roster_.place().size));
+      });
       break;
     case kUnwanted: {
       const auto rank = static_cast<int>(words.number());
       const auto tag = words.number();
-      calls_.unwant(rank, tag, static_cast<uint64_t>(words.number()));
+      calls_.hear_of_messages([&](OwnMessages& messages) {
+        messages.unwant(rank, tag, static_cast<uint64_t>(words.number()));
+      });
       break;
     }
     case kAwaited: {
@@ -147,7 +175,7 @@ void Participant::say_call(Calling call) {
   Payload words = encoded(call);
   const auto& own = roster_.own_host();
   if (call.data && !own.empty()) {
-    say_call_(words);
+    say_to_leader_(kCalling, words);
     // Rank 0 passes on what its own host calls alone.
     if (call.data->has_parts() && own.front() != 0) {
       call.data = call.data->of(roster_.hosts().front());
@@ -162,7 +190,10 @@ void Participant::tell_news() {
     if (one.call) {
       say_call(std::move(*one.call));
     } else if (one.kind != kBroken || calls_.break_off(one.seq)) {
-      say_(one.kind, std::move(one.words));
+      if (one.delivery) {
+        say_to_leader_(kDelivering, *one.delivery);
+      }
+      one.kind == kTaken ? say_to_leader_(kTaken, one.words) : say_(one.kind, std::move(one.words));
     }
   }
 }
@@ -173,8 +204,8 @@ bool Participant::is_root_stopped() const {
 
 void Participant::look(Clock::time_point now) {
   auto late = calls_.take_late(now, [this] { return is_root_stopped(); });
-  for (auto& [kind, words] : late.questions) {
-    say_(kind, std::move(words));
+  for (const auto& [kind, seq, what] : late.questions) {
+    say_(kind, Payload().put(static_cast<int64_t>(seq)).put(what));
   }
   if (!late.unanswered.empty()) {
     const std::string state = roster_.is_near(0) ? roster_.process_state(0) : "silent";

@@ -24,13 +24,13 @@ class Participant {
   // Has the thread come round once more.
   using Wake = std::function<void()>;
 
-  // A call with its data, to this rank's leader.
-  using SayCall = std::function<void(const Payload& words)>;
+  // Says it to this rank's leader, which may be this one.
+  using SayToLeader = std::function<void(Says kind, const Payload& words)>;
   // Hears at once of ranks that are gone, but for those that have left in good order.
   using Lose = std::function<void(const std::vector<int>& ranks)>;
 
   // `roster` and `calls` outlive this. `lose` may be empty.
-  Participant(const Roster& roster, OpenCalls& calls, Say say, SayCall say_call, Wake wake,
+  Participant(const Roster& roster, OpenCalls& calls, Say say, SayToLeader say_to_leader, Wake wake,
               Lose lose);
 
   // What rank 0 says. Throws std::runtime_error where that makes no sense.
@@ -61,7 +61,7 @@ class Participant {
   const Roster& roster_;
   OpenCalls& calls_;
   const Say say_;
-  const SayCall say_call_;
+  const SayToLeader say_to_leader_;
   const Wake wake_;
   const Lose lose_;
   bool root_left_ = false;

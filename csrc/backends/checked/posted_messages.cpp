@@ -11,6 +11,10 @@ namespace {
 
 using Kind = ErrorKind;
 
+OtherEnd end_of(const Posted& posted) {
+  return {posted.rank, posted.number, posted.delivered};
+}
+
 }  // namespace
 
 PostedMessages::PostedMessages(const Roster& roster, const RankProgress& progress, Tell tell)
@@ -30,30 +34,46 @@ void PostedMessages::add(const Posted& posted) {
   const Posted& send = posted.sends ? posted : *other;
   const Posted& receive = posted.sends ? *other : posted;
   if (send.bytes == receive.bytes && send.dtype == receive.dtype) {
-    const auto grant = [this](const Posted& to, int peer, const std::optional<std::string>& data) {
+    const auto grant = [this](const Posted& to, const OtherEnd& other,
+                              const std::optional<std::string>& data) {
       Payload words;
-      words.put(static_cast<int64_t>(to.number)).put(peer);
+      put(words.put(static_cast<int64_t>(to.number)), other);
       put_data(words, data);
       tell_(to.rank, kGranted, words);
     };
-    grant(send, receive.rank, send.data ? std::optional(std::string()) : std::nullopt);
-    grant(receive, send.rank, send.data);
+    const bool has_gone = send.data || send.delivered == Delivered::Data;
+    grant(send, end_of(receive), has_gone ? std::optional(std::string()) : std::nullopt);
+    grant(receive, end_of(send), send.data);
     return;
   }
   const Difference how{text_of_misfit(send.rank, send.bytes, send.dtype, receive.rank,
                                       receive.bytes, receive.dtype, send.tag),
                        {send.rank, receive.rank}};
-  deny(send, Kind::Mismatch, how);
-  deny(receive, Kind::Mismatch, how);
+  deny(send, Kind::Mismatch, how, end_of(receive));
+  deny(receive, Kind::Mismatch, how, end_of(send));
 }
 
-void PostedMessages::deny(const Posted& posted, Kind kind, const Difference& why) {
-  tell_(posted.rank, kDenied,
-        Payload()
-            .put(static_cast<int64_t>(posted.number))
-            .put(static_cast<int64_t>(kind))
-            .put(why.text)
-            .put(why.ranks));
+bool PostedMessages::is_empty() const {
+  return matching_.find_any([](const Posted& posted) { return !posted.is_given_up; }) == nullptr;
+}
+
+const Posted* PostedMessages::find(int rank, uint64_t number) const {
+  const auto* posted = matching_.find(rank, number);
+  if (posted != nullptr) {
+    return posted->is_given_up ? nullptr : posted;
+  }
+  const auto withdrawn = withdrawn_.find({rank, number});
+  return withdrawn == withdrawn_.end() ? nullptr : &withdrawn->second;
+}
+
+void PostedMessages::deny(const Posted& posted, Kind kind, const Difference& why,
+                          const OtherEnd& other) {
+  Payload words;
+  words.put(static_cast<int64_t>(posted.number))
+      .put(static_cast<int64_t>(kind))
+      .put(why.text)
+      .put(why.ranks);
+  tell_(posted.rank, kDenied, put(words, other));
 }
 
 std::vector<int> PostedMessages::peers_of(const Posted& posted) const {
@@ -89,25 +109,75 @@ void PostedMessages::unwant(const Posted& posted) {
   }
 }
 
+void PostedMessages::tell_to_withdraw(const Posted& posted) {
+  if (posted.delivered != Delivered::Nothing) {
+    Payload words;
+    put(words, end_of(posted)).put(posted.tag);
+    tell_(posted.peer, kWithdraw, words);
+  }
+}
+
 void PostedMessages::leave(int rank) {
   for (const auto& posted :
        matching_.take_out([&](const Posted& posted) { return posted.rank == rank; })) {
     unwant(posted);
+    tell_to_withdraw(posted);
   }
+  std::erase_if(withdrawn_, [&](const auto& one) { return one.first.first == rank; });
   deny_those_without_peers();
 }
 
-void PostedMessages::give_up(int rank, uint64_t number, const std::string& why,
-                             const std::vector<int>& ranks) {
-  for (const auto& posted :
-       matching_.take_out([&](const Posted& p) { return p.rank == rank && p.number == number; })) {
-    unwant(posted);
-    deny(posted, Kind::Timeout, {"the " + text_of_message(posted.tag) + " " + why, ranks});
+void PostedMessages::answer(const Question& question,
+                            const std::function<std::string(int rank)>& state_of) {
+  const bool is_granted =
+      question.kind == kGranted;  // and leaders have its data, but it is not there
+  auto ranks = is_granted ? roster_.leaders() : awaited_by(question.of, question.seq);
+  if (is_granted) {
+    std::erase_if(ranks, [&](int rank) { return !is_stuck(state_of(rank)); });
+  }
+  const Difference why{"the " + question.why + ", got no answer from " +
+                           (ranks.empty() ? "any rank" : roster_.describe(ranks, state_of)),
+                       ranks};
+  if (is_granted) {
+    deny({.rank = question.of, .number = question.seq}, Kind::Timeout, why);
+  } else if (const auto* waiting = find(question.of, question.seq)) {
+    give_up(Posted(*waiting), why);
+  }
+}
+
+void PostedMessages::give_up(const Posted& posted, const Difference& why) {
+  if (withdrawn_.erase({posted.rank, posted.number}) == 0) {
+    if (posted.delivered == Delivered::Data) {
+      matching_.give_up(posted.rank, posted.number);
+    } else {
+      matching_.take_out(posted.rank, posted.number);
+      unwant(posted);
+      tell_to_withdraw(posted);
+    }
+  }
+  deny(posted, Kind::Timeout, why);
+}
+
+void PostedMessages::withdraw(int rank, uint64_t number) {
+  const auto* posted = matching_.find(rank, number);
+  if (posted != nullptr && posted->delivered == Delivered::Data) {
+    tell_to_withdraw(*posted);
+  }
+}
+
+void PostedMessages::hear_withdrawn(int receiver, int rank, uint64_t number) {
+  const auto* posted = matching_.find(rank, number);
+  if (posted == nullptr || posted->peer != receiver || posted->delivered != Delivered::Data) {
+    return;
+  }
+  const Posted taken = *matching_.take_out(rank, number);
+  if (!taken.is_given_up) {
+    withdrawn_.emplace(std::pair(rank, number), taken);
   }
 }
 
 std::vector<int> PostedMessages::awaited_by(int rank, uint64_t number) const {
-  const auto* posted = matching_.find(rank, number);
+  const auto* posted = find(rank, number);
   return posted == nullptr || posted->peer < 0 ? std::vector<int>() : peers_of(*posted);
 }
 

@@ -5,11 +5,14 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "backends/checked/matching.h"
 #include "backends/checked/protocol.h"
+#include "backends/checked/questions.h"
 #include "backends/checked/rank_progress.h"
 #include "backends/checked/roster.h"
 
@@ -26,22 +29,32 @@ class PostedMessages {
   void add(const Posted& posted);
   // The rank posts nothing more, and waits for nothing.
   void leave(int rank);
-  // Its end of number `number` waits no longer.
-  void give_up(int rank, uint64_t number, const std::string& why, const std::vector<int>& ranks);
+  // Its end of number `number` is about to be given up: where it is delivered, who receives it is
+  // told.
+  void withdraw(int rank, uint64_t number);
+  // Who receives it has let go of it.
+  void hear_withdrawn(int receiver, int rank, uint64_t number);
+  // A message is late, and it is known now in what state ranks are.
+  void answer(const Question& question, const std::function<std::string(int rank)>& state_of);
 
-  bool is_empty() const {
-    return matching_.is_empty();
-  }
+  // Whether none waits.
+  bool is_empty() const;
   bool waits(int rank, uint64_t number) const {
-    return matching_.find(rank, number) != nullptr;
+    return find(rank, number) != nullptr;
   }
   // Whom it waits for; none where that can be anybody.
   std::vector<int> awaited_by(int rank, uint64_t number) const;
 
  private:
-  void deny(const Posted& posted, ErrorKind kind, const Difference& why);
-  // It waits no longer: tells who was told that it does.
+  const Posted* find(int rank, uint64_t number) const;
+  // Waits no longer. One that is delivered may yet be received, until who receives it has let go of
+  // it.
+  void give_up(const Posted& posted, const Difference& why);
+  void deny(const Posted& posted, ErrorKind kind, const Difference& why,
+            const OtherEnd& other = {});
+  // It waits no longer: tells who was told that it does, or who receives it.
   void unwant(const Posted& posted);
+  void tell_to_withdraw(const Posted& posted);
   // Ranks that left post nothing more.
   void deny_those_without_peers();
   // Whom a message can come from, or go to.
@@ -51,6 +64,8 @@ class PostedMessages {
   const RankProgress& progress_;
   const Tell tell_;
   Matching matching_;
+  // Of which who receives them has let go, before they are given up.
+  std::map<std::pair<int, uint64_t>, Posted> withdrawn_;
 };
 
 }  // namespace c10d_ext

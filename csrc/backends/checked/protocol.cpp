@@ -102,14 +102,23 @@ std::optional<std::string> take_data(Payload& words) {
   return within(words.number(), 0, 1) != 0 ? std::optional(words.text()) : std::nullopt;
 }
 
-Payload encoded(const Posted& posted) {
-  Payload words;
+namespace {
+
+void put_posted(Payload& words, const Posted& posted) {
   words.put(posted.sends ? 1 : 0)
       .put(posted.peer)
       .put(posted.tag)
       .put(static_cast<int64_t>(posted.bytes))
-      .put(static_cast<int64_t>(posted.dtype));
+      .put(static_cast<int64_t>(posted.dtype))
+      .put(static_cast<int64_t>(posted.delivered));
   put_data(words, posted.data);
+}
+
+}  // namespace
+
+Payload encoded(const Posted& posted) {
+  Payload words;
+  put_posted(words, posted);
   return words;
 }
 
@@ -120,10 +129,14 @@ Posted take_posted(Payload& words) {
   posted.tag = words.number();
   posted.bytes = static_cast<uint64_t>(words.number());
   posted.dtype = take(words, DType::Bytes);
+  posted.delivered = take(words, Delivered::Data);
   posted.data = take_data(words);
   if (posted.data && (!posted.sends || posted.data->size() != posted.bytes ||
                       posted.data->size() > kLittleMessage)) {
     throw std::runtime_error("data that is not that of the message");
+  }
+  if (posted.delivered != Delivered::Nothing && (!posted.sends || posted.data)) {
+    throw std::runtime_error("a message that cannot be delivered");
   }
   return posted;
 }
@@ -141,6 +154,45 @@ Posted take_wanted(Payload& words, int sender, int ranks) {
     throw std::runtime_error("a receive that wants nothing of this rank");
   }
   return receive;
+}
+
+Payload encoded_delivery(const Posted& send) {
+  Payload words;
+  words.reserve(send.bytes + 128);
+  words.put(send.rank).put(send.peer);
+  put_posted(words, send);
+  return words.put(static_cast<int64_t>(send.number));
+}
+
+std::pair<int, int> take_way(Payload& words, int ranks) {
+  const auto rank = [&] { return static_cast<int>(within(words.number(), 0, ranks - 1)); };
+  const int from = rank();
+  return {from, rank()};
+}
+
+Posted take_delivery(Payload& words, int ranks) {
+  const auto [from, to] = take_way(words, ranks);
+  Posted send = take_posted(words);
+  send.rank = from;
+  send.number = static_cast<uint64_t>(words.number());
+  if (!send.sends || send.peer != to || from == to || send.delivered != Delivered::Nothing) {
+    throw std::runtime_error("a delivery of no message");
+  }
+  return send;
+}
+
+Payload& put(Payload& words, const OtherEnd& other) {
+  return words.put(other.rank)
+      .put(static_cast<int64_t>(other.number))
+      .put(static_cast<int64_t>(other.delivered));
+}
+
+OtherEnd take_other_end(Payload& words, int ranks) {
+  OtherEnd other;
+  other.rank = static_cast<int>(within(words.number(), -1, ranks - 1));
+  other.number = static_cast<uint64_t>(words.number());
+  other.delivered = take(words, Delivered::Data);
+  return other;
 }
 
 Payload encoded(const End& end) {

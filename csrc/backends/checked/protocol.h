@@ -42,6 +42,22 @@
 //                                      <- Go, with all data,
 //                                         once all have called
 //   a leader, to rank 0: Severed: which leader it cannot hear any more
+//
+// A message between two other hosts than rank 0's goes by their leaders, while rank 0 hears of both
+// its ends as of others. Who receives it knows which of its receives rank 0 will match it with:
+//
+//   sender                                its leader, and the receiver's
+//   Delivering: a send, and its data
+//     if that is little                ->
+//                                         Delivering          -> the receiver
+//                                      <- Taken               <- by one that waited for it
+//   sender                                rank 0                 receiver
+//   Overdue: it has had its time       ->
+//                                         Withdraw            ->
+//                                                             <- Withdrawn: no receive takes it
+//                                         Denied              -> the sender
+//   rank 0, to all: Absent: a leader has left, and passes on nothing any more
+//
 //   where rank 0 is lost, ranks to their leaders, and those to each other and to theirs: Doomed;
 //   the next host's leader is that of rank 0's host, too
 
@@ -51,6 +67,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "backends/checked/contribution.h"
@@ -85,7 +102,12 @@ enum Says : uint32_t {
   kSevered,
   kWanted,
   kUnwanted,
-  kDone
+  kDone,
+  kDelivering,
+  kTaken,
+  kWithdraw,
+  kWithdrawn,
+  kAbsent
 };
 
 // Why a group is of no more use.
@@ -127,9 +149,9 @@ void tell_go(uint64_t seq, const std::vector<Contribution>& data, const std::vec
 // The data that travels with a message, where it does.
 void put_data(Payload& words, const std::optional<std::string>& data);
 std::optional<std::string> take_data(Payload& words);
-// So many bytes of a message travel with what is said of it at most: they go by rank 0.
+// So many bytes of a message travel with what is said of it at most: they go by rank 0, or leaders.
 constexpr size_t kLittleMessage = 262144;
-// Where neither end is on rank 0's host, so that they go from host to host twice.
+// By rank 0 where neither end is on its host, so that they go from host to host twice.
 constexpr size_t kLittleOnDetour = 4096;
 // But for its rank and number.
 Payload encoded(const Posted& posted);
@@ -137,6 +159,20 @@ Posted take_posted(Payload& words);
 // A receive, which waits for rank `sender` of `ranks`.
 Payload encoded_wanted(const Posted& receive);
 Posted take_wanted(Payload& words, int sender, int ranks);
+// What leaders pass on begins with who says it, and to whom.
+std::pair<int, int> take_way(Payload& words, int ranks);
+// A send, as it is delivered to who receives it.
+Payload encoded_delivery(const Posted& send);
+Posted take_delivery(Payload& words, int ranks);
+
+// The other end of a message, in what rank 0 says of one: where none is there, nobody's.
+struct OtherEnd {
+  int rank = -1;
+  uint64_t number = 0;
+  Delivered delivered = Delivered::Nothing;
+};
+Payload& put(Payload& words, const OtherEnd& other);
+OtherEnd take_other_end(Payload& words, int ranks);
 
 Payload encoded(const End& end);
 End take_end(Payload& words);

@@ -13,6 +13,11 @@
 
 namespace c10d_ext {
 
+// Whether a rank in that state will not answer.
+inline bool is_stuck(const std::string& state) {
+  return state == "stopped" || state == "silent";
+}
+
 // Something is the matter with collective `seq`, or message `seq` of rank `of`, or rank `of` asks
 // about one of them; or a leader has lost rank `of`.
 struct Question {

@@ -1,5 +1,7 @@
 #include "backends/checked/roster.h"
 
+#include <algorithm>
+
 namespace c10d_ext {
 
 Roster::Roster(Place place, std::vector<Member> members)
@@ -20,6 +22,23 @@ bool Roster::is_near(int rank) const {
 
 bool Roster::is_linked(int rank) const {
   return member(rank).network != member(place_.rank).network;
+}
+
+int Roster::leader_of(int rank) const {
+  for (const auto& ranks : hosts_) {
+    if (std::find(ranks.begin(), ranks.end(), rank) != ranks.end()) {
+      return ranks.front();
+    }
+  }
+  return rank;
+}
+
+std::vector<int> Roster::leaders() const {
+  std::vector<int> ranks;
+  for (const auto& host : hosts_) {
+    ranks.push_back(host.front());
+  }
+  return ranks;
 }
 
 std::string Roster::process_state(int rank) const {

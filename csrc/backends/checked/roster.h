@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -43,6 +44,19 @@ class Roster {
   bool is_watched_by_root(int rank) const {
     return is_beside_root(rank) || is_beside_root(place_.rank);
   }
+  // Whether their hosts' leaders pass on what is said between them: neither is on rank 0's host.
+  bool go_by_leaders(int one, int other) const {
+    const auto& [a, b, root] =
+        std::tie(member(one).network, member(other).network, member(0).network);
+    return hosts_.size() > 2 && a != b && a != root && b != root;
+  }
+  // Whether there are ranks with which it goes so.
+  bool hears_by_leaders(int rank) const {
+    return hosts_.size() > 2 && member(rank).network != member(0).network;
+  }
+  // Of a group whose hosts have leaders.
+  int leader_of(int rank) const;
+  std::vector<int> leaders() const;
   int pid(int rank) const {
     return member(rank).peer.pid;
   }

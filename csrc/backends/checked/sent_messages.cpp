@@ -4,8 +4,17 @@
 
 namespace c10d_ext {
 
+namespace {
+
+// Whether its data is on its way, with the words or by leaders.
+bool travels(const Posted& posted) {
+  return posted.data || posted.delivered == Delivered::Data;
+}
+
+}  // namespace
+
 SentMessages::End SentMessages::end_of(const Posted& posted) {
-  return {posted.number, posted.bytes, posted.dtype, posted.data.has_value()};
+  return {posted.number, posted.bytes, posted.dtype, travels(posted)};
 }
 
 bool SentMessages::is_over(const End& send, const End& receive) {
@@ -14,7 +23,7 @@ bool SentMessages::is_over(const End& send, const End& receive) {
 
 bool SentMessages::add(const Posted& send) {
   const Key key{send.peer, send.tag};
-  const size_t data = send.data ? send.data->size() : 0;
+  const size_t data = travels(send) ? send.bytes : 0;
   open_.emplace(send.number, Open{key, data});
   bytes_ += data;
   auto& [sends, receives] = channels_[key];
@@ -47,6 +56,11 @@ void SentMessages::unwant(int rank, int64_t tag, uint64_t number) {
     std::erase_if(found->second.receives, [&](const End& end) { return end.number == number; });
     tidy(key);
   }
+}
+
+bool SentMessages::is_to(int rank, uint64_t number) const {
+  const auto found = open_.find(number);
+  return found != open_.end() && found->second.key.first == rank;
 }
 
 void SentMessages::settle(uint64_t number) {

@@ -24,6 +24,8 @@ class SentMessages {
   std::optional<uint64_t> want(const Posted& receive);
   // That of `rank` with this tag and number waits no longer.
   void unwant(int rank, int64_t tag, uint64_t number);
+  // Whether it is to that rank, and rank 0 has not said what became of it.
+  bool is_to(int rank, uint64_t number) const;
   // Rank 0 has said what became of it.
   void settle(uint64_t number);
   // Of data that is on its way, or at rank 0.

@@ -59,6 +59,9 @@ class Star {
   Ready everything() const;
   // Tells the listener of it.
   void take_in(const Ready& ready);
+  bool has_line(int rank) const {
+    return lines_[static_cast<size_t>(rank)].is_open();
+  }
   // Says it to a rank; to one that is lost, nothing.
   void say(int rank, Says kind, const Payload& words);
   Clock::time_point next_beat() const {

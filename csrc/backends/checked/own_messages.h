@@ -1,0 +1,84 @@
+#pragma once
+
+// The messages that this rank sends and receives: what travels of them with what is said, by which
+// way, and which are over by what others say. Not for several threads at once. No torch in here.
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "backends/checked/deliveries.h"
+#include "backends/checked/matching.h"
+#include "backends/checked/news.h"
+#include "backends/checked/protocol.h"
+#include "backends/checked/roster.h"
+#include "backends/checked/sent_messages.h"
+
+namespace c10d_ext {
+
+class OwnMessages {
+ public:
+  // Its other end is there: its data is here, or has gone where this rank sends; without, it
+  // begins.
+  struct Granted {
+    uint64_t number;
+    int peer;
+    std::optional<std::string> data;
+  };
+
+  // `roster` outlives this.
+  explicit OwnMessages(const Roster& roster) : roster_(roster), deliveries_(roster) {}
+
+  // So many bytes of a message to that rank may travel before rank 0's word.
+  size_t most_with_words(int peer) const;
+  // One end of one, which has its number; and what is to be said of it. Its data stays here where
+  // there is much on its way.
+  News post(Posted posted);
+  // This rank has asked rank 0 to give it up.
+  void doubt(uint64_t number) {
+    deliveries_.doubt(number);
+  }
+
+  // --- What rank 0 says, or a leader ------------------------------------------------------------
+
+  void grant(uint64_t number, const OtherEnd& other, std::optional<std::string> data);
+  void deny(uint64_t number, const OtherEnd& other);
+  // A receive of another rank waits for a message of this one, or does so no longer.
+  void want(const Posted& receive);
+  void unwant(int rank, int64_t tag, uint64_t number) {
+    sent_.unwant(rank, tag, number);
+  }
+  // A message to this rank is to be withdrawn.
+  void withdraw(const OtherEnd& send, int64_t tag) {
+    deliveries_.withdraw(send, tag);
+  }
+  // A leader has brought what a message to this rank is.
+  void deliver(Posted send) {
+    deliveries_.add(std::move(send));
+  }
+  // A receive of rank `from` has taken the message.
+  void take(int from, uint64_t number);
+  // A leader is there no longer.
+  void miss_leader(int rank) {
+    absent_leaders_.insert(rank);
+  }
+
+  // --- What has come of all that ----------------------------------------------------------------
+
+  std::vector<Granted> take_granted();
+  std::vector<News> take_news();
+
+ private:
+  bool has_leaders_to(int peer) const;
+
+  const Roster& roster_;
+  std::set<int> absent_leaders_;
+  SentMessages sent_;
+  Deliveries deliveries_;
+  std::vector<Granted> granted_;
+};
+
+}  // namespace c10d_ext

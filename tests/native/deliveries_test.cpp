@@ -1,0 +1,577 @@
+// Messages that leaders bring to who receives them, while rank 0 hears of both ends. Run without
+// arguments it runs every test; with arguments, those named.
+
+#include <chrono>
+#include <deque>
+#include <map>
+#include <memory>
+#include <optional>
+#include <random>
+#include <set>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "agreement_ranks.h"
+#include "backends/checked/coordinator.h"
+#include "backends/checked/deliveries.h"
+#include "backends/checked/open_calls.h"
+#include "backends/checked/participant.h"
+#include "backends/checked/protocol.h"
+#include "program.h"
+
+using namespace c10d_ext;
+using namespace std::chrono_literals;
+using Clock = std::chrono::steady_clock;
+using Kind = ErrorKind;
+
+namespace {
+
+// Rank 0's host, and three others.
+const std::vector<std::string> kHosts{"a", "b", "b", "c", "d", "a"};
+
+// One end of a message, and what became of it.
+struct Ending {
+  bool sends;
+  int rank;
+  int peer;
+  int64_t tag;
+  uint64_t bytes;
+  int ends = 0;
+  bool has_begun = false;  // by the engine
+  std::optional<std::string> data = std::nullopt;
+  std::optional<Failure> failure = std::nullopt;
+};
+
+// All ranks, whose words wait until a test has them heard: in any order, but for those of one
+// route.
+class Group {
+ public:
+  Group() {
+    for (int rank = 0; rank < size(); ++rank) {
+      ranks_.push_back(std::make_unique<Rank>(*this, rank));
+    }
+  }
+
+  static int size() {
+    return static_cast<int>(kHosts.size());
+  }
+  // With data of its own where it is little.
+  Ending& send(int from, int to, int64_t tag, const std::string& data, bool is_little = true,
+               std::chrono::milliseconds timeout = 1h) {
+    Posted posted{.sends = true, .peer = to, .tag = tag, .bytes = data.size()};
+    if (is_little) {
+      posted.data = data;
+    }
+    return post(from, std::move(posted), timeout);
+  }
+  Ending& receive(int to, int from, int64_t tag, uint64_t bytes,
+                  std::chrono::milliseconds timeout = 1h) {
+    return post(to, {.peer = from, .tag = tag, .bytes = bytes}, timeout);
+  }
+
+  using Route = std::pair<int, int>;  // from and to; what leaders bring is on one of its own
+  static Route by_leaders(int from, int to) {
+    return {from, to + size()};
+  }
+  std::vector<Route> routes() const {
+    std::vector<Route> all;
+    for (const auto& [route, words] : routes_) {
+      all.push_back(route);
+    }
+    return all;
+  }
+  // What is first on it. Whether there was something.
+  bool hear(const Route& route) {
+    const auto found = routes_.find(route);
+    if (found == routes_.end()) {
+      return false;
+    }
+    auto [kind, words] = std::move(found->second.front());
+    found->second.pop_front();
+    if (found->second.empty()) {
+      routes_.erase(found);
+    }
+    if (route.second == 0) {
+      coordinator_.hear(route.first, kind, words);
+    } else {
+      auto& rank = *ranks_[static_cast<size_t>(route.second % size())];
+      rank.participant.obey(kind, words);
+      go_on(rank);
+    }
+    return true;
+  }
+  void hear_all(const Route& route) {
+    while (hear(route)) {
+    }
+  }
+  void hear_everything() {
+    for (auto all = routes(); !all.empty(); all = routes()) {
+      for (const auto& route : all) {
+        hear_all(route);
+      }
+      coordinator_.look(Clock::now());
+    }
+  }
+  // Ends of messages that have had their time, and rank 0's answers.
+  void look(int rank) {
+    ranks_[static_cast<size_t>(rank)]->participant.look(Clock::now());
+    go_on(*ranks_[static_cast<size_t>(rank)]);
+  }
+  // As if ranks that have not answered had had their time.
+  void answer() {
+    coordinator_.look(Clock::now() + 1h);
+  }
+  bool has_messages() const {
+    return coordinator_.has_messages();
+  }
+  OpenCalls& calls(int rank) {
+    return ranks_[static_cast<size_t>(rank)]->calls;
+  }
+
+ private:
+  struct Rank {
+    Rank(Group& group, int rank)
+        : roster(roster_of(rank, kHosts)),
+          participant(
+              roster, calls,
+              [&group, rank](Says kind, Payload words) {
+                rank == 0 ? group.coordinator_.hear(0, kind, words)
+                          : group.say({rank, 0}, kind, words);
+              },
+              [&group, rank](Says kind, const Payload& words) {
+                CHECK(kind == kDelivering || kind == kTaken);
+                Payload way(words.bytes());
+                const auto [from, to] = take_way(way, size());
+                CHECK(from == rank);
+                group.say(by_leaders(from, to), kind, words);
+              },
+              [] {}, {}) {}
+
+    const Roster roster;
+    OpenCalls calls{roster, 1h};
+    Participant participant;
+  };
+
+  void say(const Route& route, Says kind, const Payload& words) {
+    routes_[route].emplace_back(kind, Payload(words.bytes()));
+  }
+  static void go_on(Rank& rank) {
+    rank.participant.tell_news();
+    rank.participant.settle();
+  }
+  Ending& post(int rank, Posted posted, std::chrono::milliseconds timeout) {
+    endings_.push_back({posted.sends, rank, posted.peer, posted.tag, posted.bytes});
+    Ending& ending = endings_.back();
+    OpenCall call{posted.sends ? "send" : "recv", posted.tag, timeout,
+                  [&](uint64_t peer) {
+                    ++ending.ends;
+                    ending.has_begun = true;
+                    ending.peer = static_cast<int>(peer);
+                  },
+                  [&](const Failure& failure) {
+                    ++ending.ends;
+                    ending.failure = failure;
+                  }};
+    call.receive = [&](uint64_t peer, const auto& data) {
+      ++ending.ends;
+      ending.data = data.front();
+      ending.peer = static_cast<int>(peer);
+    };
+    auto& who = *ranks_[static_cast<size_t>(rank)];
+    CHECK(!who.calls.enter_message(std::move(posted), std::move(call)).second);
+    go_on(who);
+    return ending;
+  }
+
+  const Roster roster_ = roster_of(0, kHosts);
+  std::map<Route, std::deque<std::pair<Says, Payload>>> routes_;
+  std::deque<Ending> endings_;
+  std::vector<std::unique_ptr<Rank>> ranks_;
+  Coordinator coordinator_{roster_, [this](int rank, Says kind, const Payload& words) {
+                             if (rank == 0) {
+                               Payload own(words.bytes());
+                               ranks_[0]->participant.obey(kind, own);
+                               ranks_[0]->participant.settle();
+                             } else {
+                               say({0, rank}, kind, words);
+                             }
+                           }};
+};
+
+bool is_over(const Ending& ending) {
+  return ending.ends == 1 && ending.data;
+}
+bool has_timed_out(const Ending& ending) {
+  return ending.ends == 1 && ending.failure && ending.failure->kind == Kind::Timeout;
+}
+
+void a_message_is_there_before_rank_0_has_heard_of_it() {
+  for (const bool sent_first : {false, true}) {
+    Group group;
+    Ending* received = nullptr;
+    if (!sent_first) {
+      received = &group.receive(3, 1, 7, 4);
+    }
+    auto& sent = group.send(1, 3, 7, "data");
+    group.hear(Group::by_leaders(1, 3));
+    if (sent_first) {
+      received = &group.receive(3, 1, 7, 4);
+    }
+    CHECK(is_over(*received) && received->data == "data" && received->peer == 1);
+    CHECK(sent.ends == 0);  // it may not fit, as far as the sender knows
+    CHECK(group.hear(Group::by_leaders(3, 1)) && is_over(sent));
+    group.hear_everything();
+    CHECK(sent.ends == 1 && received->ends == 1);
+    CHECK(!group.has_messages());
+  }
+}
+
+void rank_0s_word_waits_for_the_data() {
+  Group group;
+  auto& received = group.receive(4, -1, 0, 4);
+  auto& sent = group.send(2, 4, 0, "data");
+  group.hear({4, 0});
+  group.hear({2, 0});
+  group.hear_all({0, 4});
+  CHECK(received.ends == 0);
+  group.hear_everything();
+  CHECK(received.data == "data" && received.peer == 2 && is_over(sent));
+}
+
+// What rank 0 will match a message with, this rank cannot know.
+void what_is_not_sure_waits_for_rank_0() {
+  enum class Why { AnySource, Misfit, AfterLarge, AfterMisfit, InDoubt };
+  for (const auto why :
+       {Why::AnySource, Why::Misfit, Why::AfterLarge, Why::AfterMisfit, Why::InDoubt}) {
+    Group group;
+    auto& first = group.receive(3, why == Why::AnySource ? -1 : 1, 0,
+                                why == Why::Misfit || why == Why::AfterMisfit ? 5 : 4,
+                                why == Why::InDoubt ? 0ms : 1h);
+    auto& second = group.receive(3, 1, 0, 4);
+    if (why == Why::InDoubt) {
+      group.look(3);
+    }
+    auto& one = group.send(1, 3, 0, "ones", why != Why::AfterLarge);
+    auto& two = group.send(1, 3, 0, "twos");
+    group.hear_all(Group::by_leaders(1, 3));
+    CHECK(first.ends == 0 && second.ends == 0);
+    if (why == Why::InDoubt) {
+      group.hear_all({3, 0});
+      group.answer();
+    }
+    group.hear_everything();
+    if (why == Why::InDoubt) {
+      CHECK(has_timed_out(first) && second.data == "ones");
+      CHECK(group.receive(3, 1, 0, 4).data == "twos");
+      continue;
+    }
+    CHECK(second.data == "twos" && is_over(two));
+    if (why == Why::Misfit || why == Why::AfterMisfit) {
+      CHECK(first.failure->kind == Kind::Mismatch && one.failure->kind == Kind::Mismatch);
+    } else if (why == Why::AfterLarge) {
+      CHECK(first.has_begun && one.has_begun && first.peer == 1);
+    } else {
+      CHECK(first.data == "ones" && is_over(one));
+    }
+  }
+}
+
+void receives_from_any_source_may_be_others() {
+  Group group;
+  auto& any = group.receive(3, -1, 0, 4);
+  auto& from_1 = group.receive(3, 1, 0, 4);
+  group.hear({3, 0});
+  group.hear({3, 0});
+  group.send(1, 3, 0, "ones");
+  group.hear(Group::by_leaders(1, 3));
+  CHECK(any.ends == 0 && from_1.ends == 0);
+  group.send(0, 3, 0, "zero");  // rank 0 hears of it first
+  group.hear_all({0, 3});
+  CHECK(any.data == "zero" && from_1.data == "ones");
+  group.hear_everything();
+  CHECK(any.ends == 1 && from_1.ends == 1 && !group.has_messages());
+}
+
+void a_send_is_given_up_at_both_ends() {
+  for (const bool is_little : {true, false}) {
+    for (const bool is_there : {true, false}) {
+      Group group;
+      auto& late = group.send(1, 3, 0, "late", is_little, 0ms);
+      if (is_there) {
+        group.hear(Group::by_leaders(1, 3));
+      }
+      group.look(1);
+      group.hear_all({1, 0});
+      group.hear_all({0, 3});
+      group.hear_all({3, 0});
+      group.answer();
+      group.hear_everything();
+      CHECK(has_timed_out(late) && late.failure->ranks == std::vector<int>{3});
+      CHECK_HAS(late.failure->text,
+                "send: the message with tag 0 must be done within 0 s, got no "
+                "answer from rank 3");
+      CHECK(!group.has_messages());
+      auto& received = group.receive(3, 1, 0, 4);
+      group.hear_everything();
+      CHECK(received.ends == 0);
+      auto& next = group.send(1, 3, 0, "next");
+      group.hear_everything();
+      CHECK(received.data == "next" && is_over(next));
+    }
+  }
+}
+
+// It was received before the sender's time was over, of which rank 0 hears later.
+void what_is_received_is_not_given_up() {
+  Group group;
+  auto& sent = group.send(1, 3, 0, "data", true, 0ms);
+  group.hear(Group::by_leaders(1, 3));
+  auto& received = group.receive(3, 1, 0, 4);
+  CHECK(received.data == "data");
+  group.look(1);
+  group.hear_all({1, 0});
+  group.hear_everything();
+  CHECK(is_over(sent) && !group.has_messages());
+}
+
+// Who receives does not answer: the sender's time is over, and the message is there until it does.
+void a_silent_receiver_takes_it_later_or_lets_go() {
+  for (const bool takes : {true, false}) {
+    Group group;
+    auto& sent = group.send(1, 3, 0, "data", true, 0ms);
+    group.look(1);
+    group.hear_all({1, 0});
+    group.answer();
+    group.hear_all({0, 1});
+    CHECK(has_timed_out(sent));
+    CHECK(!group.has_messages());  // nobody waits for it
+    group.hear(Group::by_leaders(1, 3));
+    if (takes) {
+      CHECK(group.receive(3, 1, 0, 4).data == "data");
+      group.hear_everything();
+    } else {
+      group.hear_everything();
+      auto& received = group.receive(3, 1, 0, 4);
+      group.hear_everything();
+      CHECK(received.ends == 0);
+    }
+    CHECK(sent.ends == 1);
+  }
+}
+
+// Its leader has it, but stands still.
+void data_that_leaders_keep_is_late() {
+  Group group;
+  auto& received = group.receive(3, 1, 6, 4, 0ms);
+  group.hear_all({3, 0});
+  auto& sent = group.send(1, 3, 6, "data");
+  group.hear_all({1, 0});
+  group.hear_all({0, 3});
+  group.hear_all({0, 1});
+  CHECK(is_over(sent) && received.ends == 0);
+  group.look(3);
+  group.hear_all({3, 0});
+  group.answer();
+  group.hear_all({0, 3});
+  CHECK(has_timed_out(received));
+  CHECK_HAS(received.failure->text,
+            "recv: the message with tag 6 must be done within 0 s, got no "
+            "answer from rank");
+  group.hear_everything();
+  CHECK(received.ends == 1);
+  group.send(1, 3, 6, "next");
+  CHECK(group.receive(3, 1, 6, 4).ends == 0);
+  group.hear_everything();
+}
+
+void where_a_leader_has_left_messages_go_without() {
+  Group group;
+  group.calls(1).hear_of_messages([](OwnMessages& messages) { messages.miss_leader(4); });
+  CHECK(group.calls(1).most_with_words(3) == kLittleMessage);
+  CHECK(group.calls(1).most_with_words(4) == kLittleOnDetour);
+  CHECK(group.calls(1).most_with_words(0) == kLittleMessage);
+  CHECK(group.calls(1).most_with_words(5) == kLittleMessage);
+  CHECK(group.calls(1).most_with_words(2) == kLittleOnDetour);
+  auto& sent = group.send(1, 4, 0, "data");
+  auto& received = group.receive(4, 1, 0, 4);
+  CHECK(!group.hear(Group::by_leaders(1, 4)));
+  group.hear_everything();
+  CHECK(is_over(sent) && received.data == "data");
+  const std::string long_data(kLittleOnDetour + 1, 'l');
+  auto& large = group.send(1, 4, 0, long_data);
+  auto& taken = group.receive(4, 1, 0, long_data.size());
+  group.hear_everything();
+  CHECK(large.has_begun && taken.has_begun);
+}
+
+void deliveries_that_make_no_sense_are_refused() {
+  const Roster roster = roster_of(3, kHosts);
+  const Posted right{.rank = 1, .number = 4, .sends = true, .peer = 3, .bytes = 4, .data = "data"};
+  const auto add = [&](const Posted& send) {
+    Deliveries deliveries(roster);
+    deliveries.add(right);
+    deliveries.add(send);
+  };
+  const auto changed = [&](int rank, uint64_t number, int peer) {
+    Posted send = right;
+    send.rank = rank;
+    send.number = number;
+    send.peer = peer;
+    return send;
+  };
+  add(changed(1, 5, 3));
+  for (const auto& wrong :
+       {changed(1, 4, 3), changed(1, 3, 3), changed(1, 5, 4), changed(0, 5, 3), changed(5, 5, 3)}) {
+    refused([&] { add(wrong); });
+  }
+  // So much is held of a rank.
+  Deliveries deliveries(roster);
+  Posted large = right;
+  large.bytes = kLittleMessage;
+  large.data = std::string(kLittleMessage, 'x');
+  for (size_t held = 0; held < size_t{1} << 24; held += kLittleMessage) {
+    ++large.number;
+    deliveries.add(large);
+  }
+  ++large.number;
+  refused([&] { deliveries.add(large); });
+  // Another message than the one that has come, or one that came otherwise.
+  for (const auto& other :
+       {OtherEnd{1, 5, Delivered::Data}, OtherEnd{2, 4, Delivered::Data}, OtherEnd{}}) {
+    Deliveries some(roster);
+    some.post({.number = 1, .peer = 1, .bytes = 4});
+    some.add(right);
+    CHECK(some.take_received().size() == 1);
+    refused([&] { some.grant(1, other); });
+  }
+  for (const auto& other : {OtherEnd{1, 5, Delivered::Data}, OtherEnd{1, 4, Delivered::Words}}) {
+    Deliveries some(roster);
+    some.post({.number = 1, .peer = -1, .bytes = 4});
+    some.add(right);
+    refused([&] { some.grant(1, other); });
+  }
+  Deliveries some(roster);
+  some.post({.number = 1, .peer = 1, .bytes = 4});
+  CHECK(!some.grant(1, {1, 4, Delivered::Data}));
+  Posted without = right;
+  without.data.reset();
+  refused([&] { some.add(without); });
+}
+
+struct Chances {
+  bool of_late_sends;
+  bool of_late_receives;
+};
+
+// Any messages in any order: each end ends once, data is that of a message that was sent to who
+// receives it, in the order of sends, and no rank refuses what another one says.
+void in_any_order(uint64_t seed, const Chances& chances) {
+  std::mt19937_64 engine(seed);
+  const auto below = [&](int limit) {
+    return static_cast<int>(engine() % static_cast<uint64_t>(limit));
+  };
+  const auto rank = [&] { return below(Group::size()); };
+  Group group;
+  std::vector<Ending*> sends, receives;
+  std::map<std::string, Ending*> by_data;
+  constexpr int kTags = 2;
+  for (int step = 0; step < 400; ++step) {
+    const auto timeout = [&](bool can_be_late) {
+      return can_be_late && below(3) == 0 ? 0ms : std::chrono::milliseconds(1h);
+    };
+    const int what = step < 250 ? below(10) : 9;
+    const int one = rank(), other = (one + 1 + below(Group::size() - 1)) % Group::size();
+    const int64_t tag = below(kTags);
+    const uint64_t bytes = below(8) == 0 ? 9 : 8;
+    if (what < 2) {
+      auto data = std::to_string(100000 + step);
+      data.resize(bytes, 'x');
+      sends.push_back(
+          &group.send(one, other, tag, data, below(5) != 0, timeout(chances.of_late_sends)));
+      by_data[data] = sends.back();
+    } else if (what < 4) {
+      receives.push_back(&group.receive(one, below(4) == 0 ? -1 : other, tag, bytes,
+                                        timeout(chances.of_late_receives)));
+    } else if (what == 4) {
+      group.look(one);
+    } else if (what == 5) {
+      group.answer();
+    } else if (const auto routes = group.routes(); !routes.empty()) {
+      group.hear(routes[static_cast<size_t>(below(static_cast<int>(routes.size())))]);
+    }
+  }
+  for (int r = 0; r < Group::size(); ++r) {
+    group.look(r);
+  }
+  for (int times = 0; times < 3; ++times) {
+    group.hear_everything();
+    group.answer();
+  }
+  // Whoever sends meets somebody.
+  for (const auto* ending : sends) {
+    for (size_t others = 0; ending->ends == 0; ++others) {
+      CHECK(others <= sends.size());
+      receives.push_back(&group.receive(ending->peer, -1, ending->tag, ending->bytes));
+      group.hear_everything();
+    }
+  }
+  std::set<std::string> received;
+  std::map<std::tuple<int, int, int64_t>, std::string> last;
+  std::map<std::tuple<int, int, int64_t>, std::pair<int, int>> begun;
+  for (const auto* ending : receives) {
+    CHECK(ending->ends <= 1);
+    if (ending->data) {
+      const auto* sent = by_data.at(*ending->data);
+      CHECK(sent->rank == ending->peer && sent->tag == ending->tag);
+      CHECK(sent->data.has_value() || chances.of_late_sends);
+      CHECK(received.insert(*ending->data).second);
+    } else if (ending->has_begun) {
+      ++begun[{ending->peer, ending->rank, ending->tag}].first;
+    }
+  }
+  for (const auto* ending : sends) {
+    CHECK(ending->ends == 1);
+    if (ending->has_begun) {
+      ++begun[{ending->rank, ending->peer, ending->tag}].second;
+    }
+  }
+  for (const auto& [channel, counts] : begun) {
+    CHECK(counts.first == counts.second);
+  }
+  if (!chances.of_late_receives) {
+    for (const auto& [data, sent] : by_data) {
+      CHECK(!sent->data || received.count(data) == 1);
+    }
+  }
+}
+
+void messages_are_those_that_rank_0_matches() {
+  for (uint64_t seed = 1; seed <= 300; ++seed) {
+    in_any_order(seed, {});
+    in_any_order(seed, {.of_late_sends = true, .of_late_receives = false});
+    in_any_order(seed, {.of_late_sends = false, .of_late_receives = true});
+    in_any_order(seed, {.of_late_sends = true, .of_late_receives = true});
+  }
+}
+
+const std::vector<Test> kTests = {
+    TEST(a_message_is_there_before_rank_0_has_heard_of_it),
+    TEST(rank_0s_word_waits_for_the_data),
+    TEST(what_is_not_sure_waits_for_rank_0),
+    TEST(receives_from_any_source_may_be_others),
+    TEST(a_send_is_given_up_at_both_ends),
+    TEST(what_is_received_is_not_given_up),
+    TEST(a_silent_receiver_takes_it_later_or_lets_go),
+    TEST(data_that_leaders_keep_is_late),
+    TEST(where_a_leader_has_left_messages_go_without),
+    TEST(deliveries_that_make_no_sense_are_refused),
+    TEST(messages_are_those_that_rank_0_matches),
+};
+
+}  // namespace
+
+int main(int count, char** names) {
+  return run_tests(kTests, count, names);
+}
