@@ -873,6 +873,13 @@ def test_times_of_algorithms_between_hosts() -> None:
         10e-6 + (128 << 10) / 1e9
     )
     assert "piggyback" not in HOSTS.times("scatter", 8, (256 << 10) + 1)
+    # No rank gets more than is little otherwise, as with one on each host it would.
+    alone = Topology(1, HOSTS.inside, HOSTS.between)
+    for op, most in (("all_to_all_single", 128 << 10), ("reduce_scatter_tensor", 256 << 10)):
+        assert "piggyback" in alone.times(op, 4, most), op
+        assert "piggyback" not in alone.times(op, 4, most + 4), op
+    assert "piggyback" in alone.times("scatter", 4, 512 << 10)
+    assert "piggyback" not in alone.times("scatter", 4, (512 << 10) + 4)
     # An exchange sends each byte once, whoever does it: half of it stays here.
     exchange = HOSTS.times("all_to_all_single", 8, large)
     assert exchange["flat"] == pytest.approx(4 * large / 2 / 1e9, rel=0.01)

@@ -173,15 +173,16 @@ class Topology:
         """Seconds beside those of the agreement at rank 0; none where the data is not little."""
         hosts, here = self.hosts(ranks), min(ranks, self.ranks_per_host)
         by_leaders = hosts <= _C.MOST_LEADERS
-        most = _C.usual_piggyback(here if by_leaders else ranks, by_leaders)
+        most = usual = _C.usual_piggyback(here if by_leaders else ranks, by_leaders)
         exchanges = pattern in (Pattern.ALL_TO_ALL, Pattern.REDUCE_SCATTER, Pattern.SCATTER)
         of_root = pattern in (Pattern.BROADCAST, Pattern.SCATTER)
         # What is given in all, and what of it one rank takes.
-        data = pattern.buffers(ranks, size)[0] * (1 if of_root else ranks)
+        given, result = pattern.buffers(ranks, size)
+        data = given * (1 if of_root else ranks)
         taken = data / ranks if exchanges else data
         if exchanges and by_leaders:
             most *= _C.EXCHANGED_PER_HOST * hosts
-        if pattern is Pattern.MESSAGE or data > most:
+        if pattern is Pattern.MESSAGE or data > most or result > usual:
             return None
         if not by_leaders:
             return (ranks - here) * taken / self.between.bandwidth  # from rank 0
