@@ -431,12 +431,17 @@ void deliveries_that_make_no_sense_are_refused() {
   Posted large = right;
   large.bytes = kLittleMessage;
   large.data = std::string(kLittleMessage, 'x');
-  for (size_t held = 0; held < size_t{1} << 24; held += kLittleMessage) {
+  deliveries.post({.number = 1, .peer = -1, .bytes = kLittleMessage + 1});
+  deliveries.post({.number = 2, .peer = -1, .bytes = kLittleMessage});
+  deliveries.post({.number = 3, .peer = 0, .bytes = kLittleMessage});  // by rank 0
+  for (size_t held = 0; held < (size_t{1} << 22) + 2 * kLittleMessage; held += kLittleMessage) {
     ++large.number;
     deliveries.add(large);
   }
   ++large.number;
   refused([&] { deliveries.add(large); });
+  CHECK(!deliveries.grant(2, {1, 5, Delivered::Data}));
+  refused([&] { deliveries.add(large); });  // one less is held, and one less expected
   // Another message than the one that has come, or one that came otherwise.
   for (const auto& other :
        {OtherEnd{1, 5, Delivered::Data}, OtherEnd{2, 4, Delivered::Data}, OtherEnd{}}) {

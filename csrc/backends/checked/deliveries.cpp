@@ -8,8 +8,13 @@ namespace c10d_ext {
 
 namespace {
 
-// A rank has 1 MiB on its way; what it hears of that may have come before what this one does.
-constexpr size_t kMostHeld = size_t{1} << 24;
+// So many bytes of a rank are held at most, beside what receives are about to take: it has 1 MiB on
+// its way, and may have heard of what became of that before this one does.
+constexpr size_t kMostHeld = size_t{1} << 22;
+
+size_t most_of(uint64_t bytes) {
+  return static_cast<size_t>(std::min<uint64_t>(bytes, kLittleMessage));
+}
 
 size_t size_of(const Posted& send) {
   return send.data ? send.data->size() : 0;
@@ -34,6 +39,7 @@ void Deliveries::post(const Posted& receive) {
   channels_[receive.tag].receives.push_back(
       {receive.number, receive.peer, receive.bytes, receive.dtype});
   tags_.emplace(receive.number, receive.tag);
+  expected_ += most_of(receive.bytes);
   settle(receive.tag);
 }
 
@@ -43,7 +49,7 @@ void Deliveries::add(Posted send) {
   auto& held = held_[send.rank];
   const size_t size = size_of(send);
   if (send.peer != rank || !roster_.go_by_leaders(send.rank, rank) || send.number <= last ||
-      size > kMostHeld - held) {
+      held + size > kMostHeld + expected_) {
     throw std::runtime_error("a delivery that cannot be for this rank");
   }
   last = send.number;
@@ -215,6 +221,7 @@ std::optional<std::pair<int64_t, Deliveries::Receive>> Deliveries::take_receive(
   auto& receives = channels_.at(tag.mapped()).receives;
   const auto found = std::find_if(receives.begin(), receives.end(),
                                   [&](const Receive& one) { return one.number == number; });
+  expected_ -= most_of(found->bytes);
   std::pair taken(tag.mapped(), *found);
   receives.erase(found);
   return taken;

@@ -93,6 +93,7 @@ class Deliveries {
   std::map<Send, ToWithdraw> to_withdraw_;
   std::map<int, uint64_t> last_;  // by who sends
   std::map<int, size_t> held_;    // bytes, by who sends
+  size_t expected_ = 0;           // bytes, by receives of which rank 0 has said nothing
   std::vector<Received> received_;
   std::vector<Send> taken_;  // before rank 0's word
   std::vector<Send> withdrawn_;
