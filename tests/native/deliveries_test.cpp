@@ -2,9 +2,8 @@
 // arguments it runs every test; with arguments, those named.
 
 #include <chrono>
-#include <deque>
+#include <cstring>
 #include <map>
-#include <memory>
 #include <optional>
 #include <random>
 #include <set>
@@ -16,189 +15,18 @@
 #include "agreement_ranks.h"
 #include "backends/checked/coordinator.h"
 #include "backends/checked/deliveries.h"
-#include "backends/checked/open_calls.h"
-#include "backends/checked/participant.h"
+#include "backends/checked/own_messages.h"
+#include "backends/checked/posted_messages.h"
 #include "backends/checked/protocol.h"
+#include "backends/checked/rank_progress.h"
+#include "message_group.h"
 #include "program.h"
 
 using namespace c10d_ext;
 using namespace std::chrono_literals;
-using Clock = std::chrono::steady_clock;
 using Kind = ErrorKind;
 
 namespace {
-
-// Rank 0's host, and three others.
-const std::vector<std::string> kHosts{"a", "b", "b", "c", "d", "a"};
-
-// One end of a message, and what became of it.
-struct Ending {
-  bool sends;
-  int rank;
-  int peer;
-  int64_t tag;
-  uint64_t bytes;
-  int ends = 0;
-  bool has_begun = false;  // by the engine
-  std::optional<std::string> data = std::nullopt;
-  std::optional<Failure> failure = std::nullopt;
-};
-
-// All ranks, whose words wait until a test has them heard: in any order, but for those of one
-// route.
-class Group {
- public:
-  Group() {
-    for (int rank = 0; rank < size(); ++rank) {
-      ranks_.push_back(std::make_unique<Rank>(*this, rank));
-    }
-  }
-
-  static int size() {
-    return static_cast<int>(kHosts.size());
-  }
-  // With data of its own where it is little.
-  Ending& send(int from, int to, int64_t tag, const std::string& data, bool is_little = true,
-               std::chrono::milliseconds timeout = 1h) {
-    Posted posted{.sends = true, .peer = to, .tag = tag, .bytes = data.size()};
-    if (is_little) {
-      posted.data = data;
-    }
-    return post(from, std::move(posted), timeout);
-  }
-  Ending& receive(int to, int from, int64_t tag, uint64_t bytes,
-                  std::chrono::milliseconds timeout = 1h) {
-    return post(to, {.peer = from, .tag = tag, .bytes = bytes}, timeout);
-  }
-
-  using Route = std::pair<int, int>;  // from and to; what leaders bring is on one of its own
-  static Route by_leaders(int from, int to) {
-    return {from, to + size()};
-  }
-  std::vector<Route> routes() const {
-    std::vector<Route> all;
-    for (const auto& [route, words] : routes_) {
-      all.push_back(route);
-    }
-    return all;
-  }
-  // What is first on it. Whether there was something.
-  bool hear(const Route& route) {
-    const auto found = routes_.find(route);
-    if (found == routes_.end()) {
-      return false;
-    }
-    auto [kind, words] = std::move(found->second.front());
-    found->second.pop_front();
-    if (found->second.empty()) {
-      routes_.erase(found);
-    }
-    if (route.second == 0) {
-      coordinator_.hear(route.first, kind, words);
-    } else {
-      auto& rank = *ranks_[static_cast<size_t>(route.second % size())];
-      rank.participant.obey(kind, words);
-      go_on(rank);
-    }
-    return true;
-  }
-  void hear_all(const Route& route) {
-    while (hear(route)) {
-    }
-  }
-  void hear_everything() {
-    for (auto all = routes(); !all.empty(); all = routes()) {
-      for (const auto& route : all) {
-        hear_all(route);
-      }
-      coordinator_.look(Clock::now());
-    }
-  }
-  // Ends of messages that have had their time, and rank 0's answers.
-  void look(int rank) {
-    ranks_[static_cast<size_t>(rank)]->participant.look(Clock::now());
-    go_on(*ranks_[static_cast<size_t>(rank)]);
-  }
-  // As if ranks that have not answered had had their time.
-  void answer() {
-    coordinator_.look(Clock::now() + 1h);
-  }
-  bool has_messages() const {
-    return coordinator_.has_messages();
-  }
-  OpenCalls& calls(int rank) {
-    return ranks_[static_cast<size_t>(rank)]->calls;
-  }
-
- private:
-  struct Rank {
-    Rank(Group& group, int rank)
-        : roster(roster_of(rank, kHosts)),
-          participant(
-              roster, calls,
-              [&group, rank](Says kind, Payload words) {
-                rank == 0 ? group.coordinator_.hear(0, kind, words)
-                          : group.say({rank, 0}, kind, words);
-              },
-              [&group, rank](Says kind, const Payload& words) {
-                CHECK(kind == kDelivering || kind == kTaken);
-                Payload way(words.bytes());
-                const auto [from, to] = take_way(way, size());
-                CHECK(from == rank);
-                group.say(by_leaders(from, to), kind, words);
-              },
-              [] {}, {}) {}
-
-    const Roster roster;
-    OpenCalls calls{roster, 1h};
-    Participant participant;
-  };
-
-  void say(const Route& route, Says kind, const Payload& words) {
-    routes_[route].emplace_back(kind, Payload(words.bytes()));
-  }
-  static void go_on(Rank& rank) {
-    rank.participant.tell_news();
-    rank.participant.settle();
-  }
-  Ending& post(int rank, Posted posted, std::chrono::milliseconds timeout) {
-    endings_.push_back({posted.sends, rank, posted.peer, posted.tag, posted.bytes});
-    Ending& ending = endings_.back();
-    OpenCall call{posted.sends ? "send" : "recv", posted.tag, timeout,
-                  [&](uint64_t peer) {
-                    ++ending.ends;
-                    ending.has_begun = true;
-                    ending.peer = static_cast<int>(peer);
-                  },
-                  [&](const Failure& failure) {
-                    ++ending.ends;
-                    ending.failure = failure;
-                  }};
-    call.receive = [&](uint64_t peer, const auto& data) {
-      ++ending.ends;
-      ending.data = data.front();
-      ending.peer = static_cast<int>(peer);
-    };
-    auto& who = *ranks_[static_cast<size_t>(rank)];
-    CHECK(!who.calls.enter_message(std::move(posted), std::move(call)).second);
-    go_on(who);
-    return ending;
-  }
-
-  const Roster roster_ = roster_of(0, kHosts);
-  std::map<Route, std::deque<std::pair<Says, Payload>>> routes_;
-  std::deque<Ending> endings_;
-  std::vector<std::unique_ptr<Rank>> ranks_;
-  Coordinator coordinator_{roster_, [this](int rank, Says kind, const Payload& words) {
-                             if (rank == 0) {
-                               Payload own(words.bytes());
-                               ranks_[0]->participant.obey(kind, own);
-                               ranks_[0]->participant.settle();
-                             } else {
-                               say({0, rank}, kind, words);
-                             }
-                           }};
-};
 
 bool is_over(const Ending& ending) {
   return ending.ends == 1 && ending.data;
@@ -242,13 +70,13 @@ void rank_0s_word_waits_for_the_data() {
 
 // What rank 0 will match a message with, this rank cannot know.
 void what_is_not_sure_waits_for_rank_0() {
-  enum class Why { AnySource, Misfit, AfterLarge, AfterMisfit, InDoubt };
+  enum class Why { AnySource, Misfit, OfAnotherType, AfterLarge, InDoubt };
   for (const auto why :
-       {Why::AnySource, Why::Misfit, Why::AfterLarge, Why::AfterMisfit, Why::InDoubt}) {
+       {Why::AnySource, Why::Misfit, Why::OfAnotherType, Why::AfterLarge, Why::InDoubt}) {
     Group group;
-    auto& first = group.receive(3, why == Why::AnySource ? -1 : 1, 0,
-                                why == Why::Misfit || why == Why::AfterMisfit ? 5 : 4,
-                                why == Why::InDoubt ? 0ms : 1h);
+    auto& first = group.receive(3, why == Why::AnySource ? -1 : 1, 0, why == Why::Misfit ? 5 : 4,
+                                why == Why::InDoubt ? 0ms : 1h,
+                                why == Why::OfAnotherType ? DType::Float : DType::Bytes);
     auto& second = group.receive(3, 1, 0, 4);
     if (why == Why::InDoubt) {
       group.look(3);
@@ -268,7 +96,7 @@ void what_is_not_sure_waits_for_rank_0() {
       continue;
     }
     CHECK(second.data == "twos" && is_over(two));
-    if (why == Why::Misfit || why == Why::AfterMisfit) {
+    if (why == Why::Misfit || why == Why::OfAnotherType) {
       CHECK(first.failure->kind == Kind::Mismatch && one.failure->kind == Kind::Mismatch);
     } else if (why == Why::AfterLarge) {
       CHECK(first.has_begun && one.has_begun && first.peer == 1);
@@ -386,6 +214,33 @@ void data_that_leaders_keep_is_late() {
   group.hear_everything();
 }
 
+void what_a_rank_that_left_has_sent_is_let_go() {
+  Group group;
+  group.send(1, 3, 0, "data");
+  group.leave(1);
+  group.hear_everything();
+  auto& received = group.receive(3, 1, 0, 4);
+  group.hear_everything();
+  CHECK(received.ends == 1 && received.failure && received.failure->kind == Kind::RankLost);
+}
+
+void so_much_of_a_rank_is_on_its_way() {
+  Group group;
+  const std::string large(kLittleMessage, 'l');
+  std::vector<Ending*> sent, received;
+  for (int i = 0; i < 5; ++i) {
+    sent.push_back(&group.send(1, i % 2 == 0 ? 3 : 4, 0, large));
+  }
+  for (int i = 0; i < 5; ++i) {
+    received.push_back(&group.receive(i % 2 == 0 ? 3 : 4, 1, 0, large.size()));
+  }
+  group.hear_everything();
+  for (size_t i = 0; i < 5; ++i) {
+    CHECK(is_over(*sent[i]) == (i < 4) && sent[i]->has_begun == (i == 4));
+    CHECK(is_over(*received[i]) == (i < 4) && received[i]->has_begun == (i == 4));
+  }
+}
+
 void where_a_leader_has_left_messages_go_without() {
   Group group;
   group.calls(1).hear_of_messages([](OwnMessages& messages) { messages.miss_leader(4); });
@@ -394,6 +249,8 @@ void where_a_leader_has_left_messages_go_without() {
   CHECK(group.calls(1).most_with_words(0) == kLittleMessage);
   CHECK(group.calls(1).most_with_words(5) == kLittleMessage);
   CHECK(group.calls(1).most_with_words(2) == kLittleOnDetour);
+  group.calls(2).hear_of_messages([](OwnMessages& messages) { messages.miss_leader(1); });
+  CHECK(group.calls(2).most_with_words(3) == kLittleOnDetour);
   auto& sent = group.send(1, 4, 0, "data");
   auto& received = group.receive(4, 1, 0, 4);
   CHECK(!group.hear(Group::by_leaders(1, 4)));
@@ -463,6 +320,86 @@ void deliveries_that_make_no_sense_are_refused() {
   Posted without = right;
   without.data.reset();
   refused([&] { some.add(without); });
+}
+
+void words_of_other_messages_are_refused() {
+  const auto is_taken = [](int from, int to, int said_to) {
+    Payload words = encoded_delivery({.rank = from, .sends = true, .peer = to});
+    std::string bytes = words.bytes();
+    const int64_t number = said_to;
+    std::memcpy(bytes.data() + sizeof(number), &number, sizeof(number));
+    Payload changed(bytes);
+    return take_delivery(changed, Group::size()).peer == said_to;
+  };
+  CHECK(is_taken(1, 3, 3));
+  refused([&] { is_taken(1, 3, 4); });
+  refused([&] { is_taken(1, 1, 1); });
+  // Rank 0 knows whom leaders reach.
+  const Roster roster = roster_of(0, kHosts);
+  Coordinator coordinator(roster, [](int, Says, const Payload&) {});
+  for (const int to : {3, 0, 5, 2}) {
+    Payload words = encoded({.sends = true, .peer = to, .delivered = Delivered::Words}).put(1);
+    const auto hear = [&] { coordinator.hear(1, kPosting, words); };
+    to == 3 ? hear() : refused(hear);
+  }
+}
+
+void a_message_is_withdrawn_once() {
+  const Roster roster = roster_of(3, kHosts);
+  const Posted send{.rank = 1, .number = 4, .sends = true, .peer = 3, .bytes = 4, .data = "data"};
+  const OtherEnd other{1, 4, Delivered::Data};
+  {
+    // It was received, of which rank 0 hears later.
+    Deliveries deliveries(roster);
+    deliveries.post({.number = 1, .peer = 1, .bytes = 4});
+    deliveries.add(send);
+    deliveries.withdraw(other, 0);
+    CHECK(!deliveries.grant(1, other) && deliveries.take_received().size() == 1);
+    CHECK(deliveries.take_withdrawn().empty());
+  }
+  {
+    // It is to be received, of which rank 0 hears later.
+    Deliveries deliveries(roster);
+    deliveries.post({.number = 1, .peer = -1, .bytes = 4});
+    deliveries.withdraw(other, 0);
+    CHECK(!deliveries.grant(1, other));
+    deliveries.add(send);
+    CHECK(deliveries.take_received().size() == 1 && deliveries.take_withdrawn().empty());
+  }
+  {
+    Deliveries deliveries(roster);
+    deliveries.withdraw(other, 0);
+    CHECK(deliveries.take_withdrawn() == std::vector{Deliveries::Send(1, 4)});
+    deliveries.add(send);
+    deliveries.post({.number = 1, .peer = 1, .bytes = 4});
+    CHECK(deliveries.take_received().empty() && deliveries.take_withdrawn().empty());
+  }
+}
+
+// Rank 0 asks nobody about it any more.
+void what_is_given_up_does_not_wait() {
+  const Roster roster = roster_of(0, kHosts);
+  const RankProgress progress(roster);
+  PostedMessages messages(roster, progress, [](int, Says, const Payload&) {});
+  for (const bool is_first : {true, false}) {
+    const uint64_t number = is_first ? 1 : 2;
+    messages.add({.rank = 1,
+                  .number = number,
+                  .sends = true,
+                  .peer = 3,
+                  .bytes = 4,
+                  .delivered = Delivered::Data});
+    messages.withdraw(1, number);
+    const auto let_go = [&] { messages.hear_withdrawn(3, 1, number); };
+    if (is_first) {
+      let_go();
+    }
+    CHECK(messages.waits(1, number));
+    messages.answer({number, kOverdue, "it must be done", 1}, [](int) { return "alive"; });
+    CHECK(!messages.waits(1, number));
+    let_go();
+    CHECK(!messages.waits(1, number) && messages.is_empty());
+  }
 }
 
 struct Chances {
@@ -570,8 +507,13 @@ const std::vector<Test> kTests = {
     TEST(what_is_received_is_not_given_up),
     TEST(a_silent_receiver_takes_it_later_or_lets_go),
     TEST(data_that_leaders_keep_is_late),
+    TEST(what_a_rank_that_left_has_sent_is_let_go),
+    TEST(so_much_of_a_rank_is_on_its_way),
     TEST(where_a_leader_has_left_messages_go_without),
     TEST(deliveries_that_make_no_sense_are_refused),
+    TEST(words_of_other_messages_are_refused),
+    TEST(a_message_is_withdrawn_once),
+    TEST(what_is_given_up_does_not_wait),
     TEST(messages_are_those_that_rank_0_matches),
 };
 

@@ -310,6 +310,19 @@ void what_is_wanted_is_over_once_it_is_said() {
   CHECK(!rank.is_over(rank.send(2, "data")));
 }
 
+void what_is_taken_is_over() {
+  Sender rank;
+  const auto number = rank.send(2, "data");
+  const auto taken_by = [&](int who, uint64_t what) {
+    rank.hear(kTaken, Payload().put(who).put(1).put(static_cast<int64_t>(what)));
+  };
+  taken_by(0, number);  // it is not for that one
+  taken_by(2, number + 1);
+  CHECK(!rank.is_over(number));
+  taken_by(2, number);
+  CHECK(rank.is_over(number));
+}
+
 void what_is_wanted_but_does_not_fit_waits_for_rank_0() {
   Sender rank;
   rank.want(2, 5);
@@ -407,6 +420,7 @@ const std::vector<Test> kTests = {
     TEST(what_is_broken_is_told_where_rank_0_is_lost),
     TEST(data_that_is_no_messages_is_refused),
     TEST(what_is_wanted_is_over_once_it_is_said),
+    TEST(what_is_taken_is_over),
     TEST(what_is_wanted_but_does_not_fit_waits_for_rank_0),
     TEST(wants_that_mean_nothing_are_refused),
     TEST(rank_0_tells_who_is_wanted),

@@ -171,13 +171,11 @@ void Deliveries::let_go(int64_t tag, Channel& channel) {
       is_over |= receive.over_by == send;
       is_wanted |= !receive.over_by && (receive.peer < 0 || receive.peer == send.first);
     }
-    if (is_wanted && !is_over && how.delivered == Delivered::Data) {
+    if (is_over || (is_wanted && how.delivered == Delivered::Data)) {
       continue;  // rank 0 is about to match them
     }
-    if (!is_over) {
-      drop(send, channel);
-      withdrawn_.push_back(send);
-    }
+    drop(send, channel);
+    withdrawn_.push_back(send);
     to_withdraw_.erase(one);
   }
 }

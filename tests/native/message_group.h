@@ -1,0 +1,202 @@
+#pragma once
+
+// Ranks that have messages, and whose words are heard when a test says so.
+
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "agreement_ranks.h"
+#include "backends/checked/coordinator.h"
+#include "backends/checked/open_calls.h"
+#include "backends/checked/participant.h"
+#include "backends/checked/protocol.h"
+#include "program.h"
+
+namespace c10d_ext {
+
+// Longer than any test takes.
+constexpr std::chrono::milliseconds kNotYet = std::chrono::hours(1);
+
+// Rank 0's host, and three others.
+inline const std::vector<std::string> kHosts{"a", "b", "b", "c", "d", "a"};
+
+// One end of a message, and what became of it.
+struct Ending {
+  bool sends;
+  int rank;
+  int peer;
+  int64_t tag;
+  uint64_t bytes;
+  int ends = 0;
+  bool has_begun = false;  // by the engine
+  std::optional<std::string> data = std::nullopt;
+  std::optional<Failure> failure = std::nullopt;
+};
+
+// All ranks, whose words wait until a test has them heard: in any order, but for those of one
+// route.
+class Group {
+ public:
+  Group() {
+    for (int rank = 0; rank < size(); ++rank) {
+      ranks_.push_back(std::make_unique<Rank>(*this, rank));
+    }
+  }
+
+  static int size() {
+    return static_cast<int>(kHosts.size());
+  }
+  // With data of its own where it is little.
+  Ending& send(int from, int to, int64_t tag, const std::string& data, bool is_little = true,
+               std::chrono::milliseconds timeout = kNotYet) {
+    Posted posted{.sends = true, .peer = to, .tag = tag, .bytes = data.size()};
+    if (is_little) {
+      posted.data = data;
+    }
+    return post(from, std::move(posted), timeout);
+  }
+  Ending& receive(int to, int from, int64_t tag, uint64_t bytes,
+                  std::chrono::milliseconds timeout = kNotYet, DType dtype = DType::Bytes) {
+    return post(to, {.peer = from, .tag = tag, .bytes = bytes, .dtype = dtype}, timeout);
+  }
+  void leave(int rank) {
+    say({rank, 0}, kLeaving, Payload().put(0));
+  }
+
+  using Route = std::pair<int, int>;  // from and to; what leaders bring is on one of its own
+  static Route by_leaders(int from, int to) {
+    return {from, to + size()};
+  }
+  std::vector<Route> routes() const {
+    std::vector<Route> all;
+    for (const auto& [route, words] : routes_) {
+      all.push_back(route);
+    }
+    return all;
+  }
+  // What is first on it. Whether there was something.
+  bool hear(const Route& route) {
+    const auto found = routes_.find(route);
+    if (found == routes_.end()) {
+      return false;
+    }
+    auto [kind, words] = std::move(found->second.front());
+    found->second.pop_front();
+    if (found->second.empty()) {
+      routes_.erase(found);
+    }
+    if (route.second == 0) {
+      coordinator_.hear(route.first, kind, words);
+    } else {
+      auto& rank = *ranks_[static_cast<size_t>(route.second % size())];
+      rank.participant.obey(kind, words);
+      go_on(rank);
+    }
+    return true;
+  }
+  void hear_all(const Route& route) {
+    while (hear(route)) {
+    }
+  }
+  void hear_everything() {
+    for (auto all = routes(); !all.empty(); all = routes()) {
+      for (const auto& route : all) {
+        hear_all(route);
+      }
+      coordinator_.look(std::chrono::steady_clock::now());
+    }
+  }
+  // Ends of messages that have had their time, and rank 0's answers.
+  void look(int rank) {
+    ranks_[static_cast<size_t>(rank)]->participant.look(std::chrono::steady_clock::now());
+    go_on(*ranks_[static_cast<size_t>(rank)]);
+  }
+  // As if ranks that have not answered had had their time.
+  void answer() {
+    coordinator_.look(std::chrono::steady_clock::now() + kNotYet);
+  }
+  bool has_messages() const {
+    return coordinator_.has_messages();
+  }
+  OpenCalls& calls(int rank) {
+    return ranks_[static_cast<size_t>(rank)]->calls;
+  }
+
+ private:
+  struct Rank {
+    Rank(Group& group, int rank)
+        : roster(roster_of(rank, kHosts)),
+          participant(
+              roster, calls,
+              [&group, rank](Says kind, Payload words) {
+                rank == 0 ? group.coordinator_.hear(0, kind, words)
+                          : group.say({rank, 0}, kind, words);
+              },
+              [&group, rank](Says kind, const Payload& words) {
+                CHECK(kind == kDelivering || kind == kTaken);
+                Payload way(words.bytes());
+                const auto [from, to] = take_way(way, size());
+                CHECK(from == rank);
+                group.say(by_leaders(from, to), kind, words);
+              },
+              [] {}, {}) {}
+
+    const Roster roster;
+    OpenCalls calls{roster, kNotYet};
+    Participant participant;
+  };
+
+  void say(const Route& route, Says kind, const Payload& words) {
+    routes_[route].emplace_back(kind, Payload(words.bytes()));
+  }
+  static void go_on(Rank& rank) {
+    rank.participant.tell_news();
+    rank.participant.settle();
+  }
+  Ending& post(int rank, Posted posted, std::chrono::milliseconds timeout) {
+    endings_.push_back({posted.sends, rank, posted.peer, posted.tag, posted.bytes});
+    Ending& ending = endings_.back();
+    OpenCall call{posted.sends ? "send" : "recv", posted.tag, timeout,
+                  [&](uint64_t peer) {
+                    ++ending.ends;
+                    ending.has_begun = true;
+                    ending.peer = static_cast<int>(peer);
+                  },
+                  [&](const Failure& failure) {
+                    ++ending.ends;
+                    ending.failure = failure;
+                  }};
+    call.receive = [&](uint64_t peer, const auto& data) {
+      ++ending.ends;
+      ending.data = data.front();
+      ending.peer = static_cast<int>(peer);
+    };
+    auto& who = *ranks_[static_cast<size_t>(rank)];
+    CHECK(!who.calls.enter_message(std::move(posted), std::move(call)).second);
+    go_on(who);
+    return ending;
+  }
+
+  const Roster roster_ = roster_of(0, kHosts);
+  std::map<Route, std::deque<std::pair<Says, Payload>>> routes_;
+  std::deque<Ending> endings_;
+  std::vector<std::unique_ptr<Rank>> ranks_;
+  Coordinator coordinator_{roster_, [this](int rank, Says kind, const Payload& words) {
+                             if (rank == 0) {
+                               Payload own(words.bytes());
+                               ranks_[0]->participant.obey(kind, own);
+                               ranks_[0]->participant.settle();
+                             } else {
+                               say({0, rank}, kind, words);
+                             }
+                           }};
+};
+
+}  // namespace c10d_ext
