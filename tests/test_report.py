@@ -897,6 +897,16 @@ def test_times_of_algorithms_between_hosts() -> None:
         assert at_scale["rails"] == pytest.approx(bound, rel=0.01)
 
 
+@pytest.mark.parametrize(("hosts", "parts"), [(2, 8), (4, 4), (16, 1)])
+def test_an_all_reduce_goes_in_parts_by_the_hosts(hosts: int, parts: int) -> None:
+    size = 16 << 20
+    slow_inside = Topology(4, inside=Link(0.0, 1e9), between=Link(0.0, 1e9))
+    between, inside = 2 * (hosts - 1) / hosts * size / 1e9, 2 * 3 / 4 * size / 1e9
+    expected = max(between, inside) + min(between, inside) / parts
+    times = slow_inside.times("all_reduce", 4 * hosts, size)
+    assert times["rails"] == pytest.approx(expected, rel=0.01)
+
+
 def test_what_a_host_moves_may_take_longer_than_its_link() -> None:
     size = 64 << 20
     busy = dataclasses.replace(HOSTS, host_bandwidth=1e9)

@@ -139,6 +139,8 @@ class Topology:
         between = self._between(op, hosts, across, 2 * across)
         inside = near.seconds(op, here, traffic.wire_of_larger(here, size))
         part = _REDUCED_PART if traffic.pattern is Pattern.REDUCE_SCATTER else _PART
+        if traffic.pattern is Pattern.ALL_REDUCE and hosts > 2:
+            part *= hosts
         parts = min(max(int(size) // part, 1), _PARTS)
         begin = agreement + self.per_step
         steps = _steps(traffic.pattern, hosts) * self.per_step

@@ -61,6 +61,12 @@ int64_t parts_of(size_t bytes, int64_t part = kPart) {
   return std::clamp<int64_t>(static_cast<int64_t>(bytes) / part, int64_t{1}, kParts);
 }
 
+// Of an all_reduce, whose steps over the rails are the more, and each the smaller, the more hosts
+// there are.
+int64_t all_reduce_parts_of(size_t bytes, int64_t hosts) {
+  return parts_of(bytes, hosts > 2 ? hosts * kPart : kPart);
+}
+
 int64_t chain_parts_of(size_t bytes) {
   return std::clamp<int64_t>(static_cast<int64_t>(bytes) / kChainPart, int64_t{1}, kChainParts);
 }
@@ -83,7 +89,7 @@ Reduction reduction_of(const InnerCollective& what) {
 void all_reduce_over_rails(const Parts& parts, const at::Tensor& t, const Reduction& reduction) {
   constexpr string_view op = "all_reduce";
   const int64_t here = parts.hosts.count_here();
-  const int64_t pieces = parts_of(t.nbytes());
+  const int64_t pieces = all_reduce_parts_of(t.nbytes(), parts.hosts.count());
   const int64_t share = t.numel() / (pieces * here);
   struct Pipe {
     at::Tensor whole, share;
