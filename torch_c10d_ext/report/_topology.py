@@ -138,9 +138,9 @@ class Topology:
             return times
         between = self._between(op, hosts, across, 2 * across)
         inside = near.seconds(op, here, traffic.wire_of_larger(here, size))
-        part = _REDUCED_PART if traffic.pattern is Pattern.REDUCE_SCATTER else _PART
-        if traffic.pattern is Pattern.ALL_REDUCE and hosts > 2:
-            part *= hosts
+        on_many = traffic.pattern is Pattern.ALL_REDUCE and hosts > 2
+        is_scattered = traffic.pattern is Pattern.REDUCE_SCATTER
+        part = _REDUCED_PART if on_many or is_scattered else _PART
         parts = min(max(int(size) // part, 1), _PARTS)
         begin = agreement + self.per_step
         steps = _steps(traffic.pattern, hosts) * self.per_step

@@ -64,7 +64,7 @@ int64_t parts_of(size_t bytes, int64_t part = kPart) {
 // Of an all_reduce, whose steps over the rails are the more, and each the smaller, the more hosts
 // there are.
 int64_t all_reduce_parts_of(size_t bytes, int64_t hosts) {
-  return parts_of(bytes, hosts > 2 ? hosts * kPart : kPart);
+  return parts_of(bytes, hosts > 2 ? kReducedPart : kPart);
 }
 
 int64_t chain_parts_of(size_t bytes) {
