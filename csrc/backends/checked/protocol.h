@@ -42,6 +42,8 @@
 //                                      <- Go, with all data,
 //                                         once all have called
 //   a leader, to rank 0: Severed: which leader it cannot hear any more
+//   where rank 0 is lost, ranks to their leaders, and those to each other and to theirs: Doomed;
+//   the next host's leader is that of rank 0's host, too
 //
 // A message between two other hosts than rank 0's goes by their leaders, while rank 0 hears of both
 // its ends as of others. Who receives it knows which of its receives rank 0 will match it with:
@@ -57,9 +59,6 @@
 //                                                             <- Withdrawn: no receive takes it
 //                                         Denied              -> the sender
 //   rank 0, to all: Absent: a leader has left, and passes on nothing any more
-//
-//   where rank 0 is lost, ranks to their leaders, and those to each other and to theirs: Doomed;
-//   the next host's leader is that of rank 0's host, too
 
 #include <chrono>
 #include <cstddef>
