@@ -146,7 +146,6 @@ def messages() -> None:
     dist.all_gather_object(names, socket.gethostname())
     hosts = [[of for of in range(n) if names[of] == name] for name in dict.fromkeys(names)]
     host = next(ranks for ranks in hosts if rank in ranks)
-    # Of a rank's 1 MiB on its way each goes to one other rank here.
     next_host = hosts[(hosts.index(host) + 1) % len(hosts)]
     far = [of for of in others if of not in host]
     asked = [exchange([0, 1, 1025], far), exchange([limit + 1], far)]
@@ -184,8 +183,8 @@ def _failures_of_messages(source: int, to: int) -> list[str]:
     that nobody receives in time; and that nothing of it is left afterwards."""
     rank = dist.get_rank()
     texts = []
-    quick = dist.new_group(timeout=dt.timedelta(seconds=0.5))
-    dist.barrier()
+    group = dist.new_group(timeout=TIMEOUT)
+    dist.barrier(group)
 
     def failure(call: Callable[[], Any], kind: str) -> None:
         try:
@@ -208,11 +207,13 @@ def _failures_of_messages(source: int, to: int) -> list[str]:
         failure(work.wait, "CollectiveMismatch")
     dist.barrier()
     if rank == source:
-        failure(lambda: dist.send(torch.ones(4), to, group=quick), "CollectiveTimeout")
+        group.set_timeout(dt.timedelta(seconds=0.5))
+        failure(lambda: dist.send(torch.ones(4), to, group=group), "CollectiveTimeout")
+        group.set_timeout(TIMEOUT)
     dist.barrier()
-    works = [dist.irecv(t, at, group=quick) for at, t in zip(sources, received, strict=True)]
+    works = [dist.irecv(t, at, group=group) for at, t in zip(sources, received, strict=True)]
     if rank == source:
-        dist.send(torch.full((4,), 2.0), to, group=quick)
+        dist.send(torch.full((4,), 2.0), to, group=group)
     for work in works:
         work.wait()
     assert all(tensor.tolist() == [2.0] * 4 for tensor in received)

@@ -129,8 +129,8 @@ void PostedMessages::leave(int rank) {
 
 void PostedMessages::answer(const Question& question,
                             const std::function<std::string(int rank)>& state_of) {
-  const bool is_granted =
-      question.kind == kGranted;  // and leaders have its data, but it is not there
+  // Its other end is there, but leaders have not brought its data.
+  const bool is_granted = question.kind == kGranted;
   auto ranks = is_granted ? roster_.leaders() : awaited_by(question.of, question.seq);
   if (is_granted) {
     std::erase_if(ranks, [&](int rank) { return !is_stuck(state_of(rank)); });

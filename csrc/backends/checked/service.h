@@ -1,8 +1,7 @@
 #pragma once
 
-// The agreements of this process that go on for other ranks after rank 0, or a leader, which it is,
-// has left.
-// No torch in here.
+// The agreements of this process that go on for other ranks after it has left, as rank 0 or a
+// leader. No torch in here.
 
 #include <atomic>
 #include <chrono>
