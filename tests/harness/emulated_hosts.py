@@ -25,6 +25,9 @@ DEADLINE = 30.0
 # Set where a machine must have all that is needed: what is missing there is a failure.
 REQUIRED = "TORCH_C10D_EXT_REQUIRE_NAMESPACES"
 _MTU = "9000"
+# Whatever the machine has: on links without losses as Linux's default, which it has for whole
+# machines alone.
+_CONGESTION = "net.ipv4.tcp_congestion_control=reno"
 
 _INIT = """
 hostname {name}
@@ -185,6 +188,7 @@ def emulated_hosts(
             _run("ip", "-n", name, "address", "add", f"10.213.77.{i + 1}/24", "dev", "eth0")
             _run("ip", "-n", name, "link", "set", "eth0", "mtu", _MTU, "up")
             _run("ip", "-n", name, "link", "set", "lo", "up")
+            _run("ip", "netns", "exec", name, "sysctl", "-qw", _CONGESTION)
             script = _INIT.format(name=f"host{i}", boot=uuid.uuid4(), hosts=lines)
             unshare = ["unshare", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child"]
             init = subprocess.Popen(
