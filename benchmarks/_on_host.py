@@ -202,6 +202,23 @@ def _rate_of_all(hosts: list[int]) -> float:
     return size / _agree(seconds)
 
 
+def _rate_inside(hosts: list[int]) -> float:
+    """Bytes per second that a rank takes from the others of its host in a reduce_scatter, while
+    those of all hosts do the same."""
+    members = [[r for r, at in enumerate(hosts) if at == host] for host in range(max(hosts) + 1)]
+    groups = [dist.new_group(ranks, backend="shm") for ranks in members]
+    here = hosts[dist.get_rank()]
+    n, size = len(members[here]), 4 << 20
+    whole, part = torch.zeros(size // 4 // n * n), torch.zeros(size // 4 // n)
+    seconds = []
+    for _ in range(20):
+        dist.barrier()
+        start = time.perf_counter()
+        reduce_scatter(part, whole, group=groups[here])
+        seconds.append(time.perf_counter() - start)
+    return (n - 1) / n * size / _agree(statistics.median(seconds))
+
+
 def mpich(packages: str) -> Any:
     """mpi4py in the MPI that the groups have started; None where there is no mpi4py."""
     sys.path.append(packages)
@@ -220,9 +237,14 @@ def main() -> None:
     groups = _groups(plan["engines"])
     mpi = mpich(plan["mpi4py"]) if "mpi" in plan["engines"] else None
     latency, rate = _link(plan["places"])
-    together = _rate_of_all(plan["places"])
+    link = {
+        "latency": latency,
+        "rate": rate,
+        "together": _rate_of_all(plan["places"]),
+        "inside": _rate_inside(plan["places"]),
+        "mpich": mpi is not None,
+    }
     if dist.get_rank() == 0:
-        link = {"latency": latency, "rate": rate, "together": together, "mpich": mpi is not None}
         print(json.dumps(link), flush=True)
     for collective, size in plan["cases"]:
         times = measure(_calls(collective, size, groups, mpi), plan["rounds"])

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import statistics
 import sys
@@ -44,10 +45,8 @@ GOODPUT = 0.94
 # Up to so many bytes every rail carries all of them (kSmall in hierarchical/rail_messages.h).
 WHOLE = 16 << 10
 # Of the all_reduce from which the model is told what a step takes, and what busy processors move.
-STEPS = 64 << 10
+STEPS = 1 << 20
 LARGE = (4 << 20, 16 << 20)
-# Of one rank, bytes per second by shared memory, while its neighbours do the same.
-INSIDE = 2e9
 OPS = {
     "all_gather": "all_gather_into_tensor",
     "reduce_scatter": "reduce_scatter_tensor",
@@ -135,7 +134,7 @@ def model_of(layout: str, link: dict[str, Any], cases: list[dict[str, Any]]) -> 
     """The topology that the link and the smallest all_reduce say this is.
 
     The rate is that of all hosts at once; what 8 B take beyond one way is the leaders', and a step
-    of a ring what gloo takes for them. What an all_reduce of 64 KiB takes beyond that is the time
+    of a ring what gloo takes for them. What an all_reduce of 1 MiB takes beyond that is the time
     of its steps. What hosts send and receive at most is what they did in those of 4 and 16 MiB, the
     middle of both, where that is less than their links carry.
     """
@@ -147,7 +146,7 @@ def model_of(layout: str, link: dict[str, Any], cases: list[dict[str, Any]]) -> 
     hop = max(0.0, medians["gloo"] - link["latency"]) / (2 * (n - 1))
     model = Topology(
         ranks,
-        inside=Link(latency=0.0, bandwidth=INSIDE),
+        inside=Link(latency=0.0, bandwidth=link["inside"] or math.inf),
         between=Link(latency=link["latency"], bandwidth=link["together"], hop=hop),
         per_rank=per_rank,
     )
@@ -197,7 +196,8 @@ def table_of(layout: str, said: list[dict[str, Any]], options: argparse.Namespac
     table = Table(
         f"hosts {layout}: {options.mbit:g} Mbit/s, {options.delay_us} µs one way",
         f"One way takes {link['latency'] * 1e6:.0f} µs by a socket, which moves "
-        f"{link['rate'] / 1e6:.0f} MB/s, {link['together'] / 1e6:.0f} where all hosts send. size: "
+        f"{link['rate'] / 1e6:.0f} MB/s, {link['together'] / 1e6:.0f} where all hosts send; a rank takes "
+        f"{link['inside'] / 1e6:.0f} MB/s from those of its host. size: "
         f"bytes of a rank's larger buffer. Median of {options.rounds} rounds in turns; of the "
         "slowest rank. ours: the faster of shm+gloo and shm+mpi, against the bound, and in the "
         "same round against the fastest of the others; model: what Topology says of shm+gloo, "

@@ -849,37 +849,39 @@ def test_times_of_algorithms_between_hosts() -> None:
     # Rank 0 hears from each of the others before.
     busy = dataclasses.replace(HOSTS, per_rank=1e-6).times("all_reduce", 8, 8)
     assert all(busy[name] == pytest.approx(small[name] + 7e-6) for name in small)
-    assert "piggyback" in HOSTS.times("all_reduce", 8, 8192)
-    assert "piggyback" not in HOSTS.times("all_reduce", 8, 8193)
-    assert "piggyback" in HOSTS.times("all_reduce", 64, 1024)
+    assert "piggyback" in HOSTS.times("all_reduce", 8, 32 << 10)
+    assert "piggyback" not in HOSTS.times("all_reduce", 8, (32 << 10) + 1)
+    assert "piggyback" in HOSTS.times("all_reduce", 64, 4096)
+    assert "piggyback" not in HOSTS.times("all_reduce", 64, 4097)
     # Rank 0 would send 127 times 2 KiB.
     assert "piggyback" in HOSTS.times("all_reduce", 128, 16)
     assert "piggyback" not in HOSTS.times("all_reduce", 128, 17)
     # Of a broadcast the root's alone counts, and goes from its host to each other one.
-    assert "piggyback" not in HOSTS.times("broadcast", 16, (64 << 10) + 1)
-    told = HOSTS.times("broadcast", 16, 64 << 10)["piggyback"]
-    assert told == pytest.approx(10e-6 + 3 * (64 << 10) / 1e9)
+    assert "piggyback" not in HOSTS.times("broadcast", 16, (256 << 10) + 1)
+    told = HOSTS.times("broadcast", 16, 256 << 10)["piggyback"]
+    assert told == pytest.approx(10e-6 + 3 * (256 << 10) / 1e9)
     # Of an all_gather the larger buffer has what all ranks give.
-    assert "piggyback" in HOSTS.times("all_gather_into_tensor", 8, 32768)
+    assert "piggyback" in HOSTS.times("all_gather_into_tensor", 8, 256 << 10)
     # Of what each rank has a part of, half crosses each of two links, and more is little.
     for op in ("all_to_all_single", "reduce_scatter_tensor"):
-        told = HOSTS.times(op, 8, 32 << 10)["piggyback"]
-        assert told == pytest.approx(10e-6 + 2 * (32 << 10) / 1e9), op
-        assert "piggyback" not in HOSTS.times(op, 8, (32 << 10) + 1), op
+        told = HOSTS.times(op, 8, 64 << 10)["piggyback"]
+        assert told == pytest.approx(10e-6 + 2 * (64 << 10) / 1e9), op
+        assert "piggyback" not in HOSTS.times(op, 8, (64 << 10) + 1), op
         rank_0 = HOSTS.times(op, 128, 16)["piggyback"]
         assert rank_0 == pytest.approx(2 * 10e-6 + 124 * 16 / 1e9), op
         assert "piggyback" not in HOSTS.times(op, 128, 17), op
-    assert HOSTS.times("scatter", 8, 256 << 10)["piggyback"] == pytest.approx(
-        10e-6 + (128 << 10) / 1e9
+    assert HOSTS.times("scatter", 8, 512 << 10)["piggyback"] == pytest.approx(
+        10e-6 + (256 << 10) / 1e9
     )
-    assert "piggyback" not in HOSTS.times("scatter", 8, (256 << 10) + 1)
+    assert "piggyback" not in HOSTS.times("scatter", 8, (512 << 10) + 1)
     # No rank gets more than is little otherwise, as with one on each host it would.
     alone = Topology(1, HOSTS.inside, HOSTS.between)
-    for op, most in (("all_to_all_single", 128 << 10), ("reduce_scatter_tensor", 256 << 10)):
+    most = 256 << 10
+    for op in ("all_to_all_single", "reduce_scatter_tensor"):
         assert "piggyback" in alone.times(op, 4, most), op
         assert "piggyback" not in alone.times(op, 4, most + 4), op
-    assert "piggyback" in alone.times("scatter", 4, 512 << 10)
-    assert "piggyback" not in alone.times("scatter", 4, (512 << 10) + 4)
+    assert "piggyback" in alone.times("scatter", 4, 1 << 20)
+    assert "piggyback" not in alone.times("scatter", 4, (1 << 20) + 4)
     # An exchange sends each byte once, whoever does it: half of it stays here.
     exchange = HOSTS.times("all_to_all_single", 8, large)
     assert exchange["flat"] == pytest.approx(4 * large / 2 / 1e9, rel=0.01)
@@ -899,7 +901,7 @@ def test_times_of_algorithms_between_hosts() -> None:
 
 @pytest.mark.parametrize(("hosts", "parts"), [(2, 8), (3, 4), (16, 4)])
 def test_an_all_reduce_goes_in_parts_by_the_hosts(hosts: int, parts: int) -> None:
-    size = 16 << 20
+    size = 8 << 20
     slow_inside = Topology(4, inside=Link(0.0, 1e9), between=Link(0.0, 1e9))
     between, inside = 2 * (hosts - 1) / hosts * size / 1e9, 2 * 3 / 4 * size / 1e9
     expected = max(between, inside) + min(between, inside) / parts

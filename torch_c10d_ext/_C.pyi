@@ -236,7 +236,6 @@ def close_checked_groups(grace: timedelta) -> None: ...
 def usual_piggyback(told: int, by_leaders: bool) -> int: ...
 
 MOST_PIGGYBACK: int
-EXCHANGED_PER_HOST: int
 LITTLE_MESSAGE: int  # bytes
 MOST_LEADERS: int
 

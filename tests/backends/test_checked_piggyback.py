@@ -71,8 +71,8 @@ def test_what_is_little_is_less_where_ranks_are_many() -> None:
     assert _backends.piggyback_bytes({}) is None
     by_root = [_C.usual_piggyback(n, by_leaders=False) for n in (0, 1, 8, 64, 4096)]
     assert by_root == [32768, 32768, 32768, 4096, 64]
-    by_leaders = [_C.usual_piggyback(n, by_leaders=True) for n in (0, 1, 2, 8, 64)]
-    assert by_leaders == [131072, 131072, 131072, 32768, 4096]
+    by_leaders = [_C.usual_piggyback(n, by_leaders=True) for n in (0, 1, 4, 8, 64)]
+    assert by_leaders == [262144, 262144, 262144, 131072, 16384]
 
 
 def _one_rank_has_more() -> None:

@@ -68,7 +68,7 @@ def exchanges() -> None:
     _C.start_tally(["gloo"])
     hosts = dist.group.WORLD._get_backend(torch.device("cpu")).inner.hosts
     usual = _C.usual_piggyback(max(len(ranks) for ranks in hosts), by_leaders=True)
-    most = usual * _C.EXCHANGED_PER_HOST * len(hosts) // n // 4  # elements of a rank
+    most = usual * len(hosts) // n // 4  # elements of a rank
     before, after = (rank - 1) % n, (rank + 1) % n
 
     def own(share: int, of: int) -> torch.Tensor:

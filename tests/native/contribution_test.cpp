@@ -87,9 +87,9 @@ void too_much_data_is_refused() {
        std::vector<std::pair<OpType, size_t>>{{OpType::AllReduce, kMostData / 4},
                                               {OpType::Gather, kMostData / 4},
                                               {OpType::Broadcast, kMostData},
-                                              {OpType::AllToAll, kMostData},
-                                              {OpType::ReduceScatter, kMostData},
-                                              {OpType::Scatter, kMostData * 4}}) {
+                                              {OpType::AllToAll, kMostData / 2},
+                                              {OpType::ReduceScatter, kMostData / 2},
+                                              {OpType::Scatter, kMostData * 2}}) {
     take(type, most, 2);
     refused([&, type = type, most = most] { take(type, most + 1, 2); });
   }

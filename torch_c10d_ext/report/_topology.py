@@ -10,7 +10,7 @@ from torch_c10d_ext._op_info import Pattern, traffic_of
 from torch_c10d_ext.report._costs import Link
 
 # The parts of a large collective that are in different steps at once, as the backend has them.
-_PART, _REDUCED_PART, _PARTS = 1 << 20, 4 << 20, 8
+_PART, _PART_OF_MORE_HOSTS, _REDUCED_PART, _PARTS = 1 << 20, 2 << 20, 4 << 20, 8
 # Less than that an all_reduce sends by messages.
 _BY_MESSAGES = 2 << 20
 # Those of a broadcast, which go from host to host.
@@ -48,9 +48,8 @@ class Topology:
     to 32, a small one by a tree. ``"leaders"`` has one rank of each host between them.
     ``"whole"`` is an all_reduce inside and then one of everything on every rail. Before each of
     these the ranks agree at rank 0, a round trip. ``"piggyback"`` is data that travels with the
-    calls: from host to host on up to 16, up to 128 KiB of all ranks, 256 KiB divided by those of a
-    host beyond 2, and of an all_to_all, reduce_scatter or scatter up to twice as much for each
-    host; else to rank 0 and from there to all ranks, up to 32 KiB, 256 KiB divided by all ranks
+    calls: from host to host on up to 16, up to 256 KiB of all ranks, 1 MiB divided by those of a
+    host beyond 4, and of an all_to_all, reduce_scatter or scatter up to as much for each host; else to rank 0 and from there to all ranks, up to 32 KiB, 256 KiB divided by all ranks
     beyond 8.
 
     Args:
@@ -140,7 +139,7 @@ class Topology:
         inside = near.seconds(op, here, traffic.wire_of_larger(here, size))
         on_many = traffic.pattern is Pattern.ALL_REDUCE and hosts > 2
         is_scattered = traffic.pattern is Pattern.REDUCE_SCATTER
-        part = _REDUCED_PART if on_many or is_scattered else _PART
+        part = _REDUCED_PART if is_scattered else _PART_OF_MORE_HOSTS if on_many else _PART
         parts = min(max(int(size) // part, 1), _PARTS)
         begin = agreement + self.per_step
         steps = _steps(traffic.pattern, hosts) * self.per_step
@@ -183,7 +182,7 @@ class Topology:
         data = given * (1 if of_root else ranks)
         taken = data / ranks if exchanges else data
         if exchanges and by_leaders:
-            most *= _C.EXCHANGED_PER_HOST * hosts
+            most *= hosts
         if pattern is Pattern.MESSAGE or data > most or result > usual:
             return None
         if not by_leaders:

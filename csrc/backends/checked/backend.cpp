@@ -472,7 +472,6 @@ void bind_checked(pybind11::module_& m) {
                              "The backend that does the work.");
   m.def("usual_piggyback", &usual_piggyback, py::arg("told"), py::arg("by_leaders"));
   m.attr("MOST_PIGGYBACK") = kMostData;
-  m.attr("EXCHANGED_PER_HOST") = kExchangedPerHost;
   m.attr("LITTLE_MESSAGE") = kLittleMessage;
   m.attr("MOST_LEADERS") = kMostLeaders;
   m.def("close_checked_groups", &CheckedBackend::close_all, py::arg("grace"),

@@ -54,17 +54,15 @@ std::vector<std::string> take_all(Payload& words, int ranks);
 
 // So many bytes of all ranks together travel with calls at most, whatever is set.
 constexpr size_t kMostData = 262144;
-// What each rank has a part of goes over the link of each host once, and not to each other host
-// whose leader passes it on: leaders are faster than an engine up to so many times as much for
-// each.
-constexpr size_t kExchangedPerHost = 2;
 // So many bytes a rank gives where `most` of all ranks together are little. Of some collectives the
-// root alone gives. `hosts`: 0 where rank 0 passes data on.
+// root alone gives. What each rank has a part of goes over the link of each host once, and not to
+// each other host whose leader passes it on: as much for each of them is little. `hosts`: 0 where
+// rank 0 passes data on.
 constexpr size_t most_of_a_rank(OpType type, size_t most, size_t ranks, size_t hosts) {
   const bool is_exchange =
       type == OpType::AllToAll || type == OpType::ReduceScatter || type == OpType::Scatter;
   const bool is_of_root = type == OpType::Broadcast || type == OpType::Scatter;
-  return most * (is_exchange && hosts > 0 ? kExchangedPerHost * hosts : 1) /
+  return most * (is_exchange && hosts > 0 ? hosts : 1) /
          (is_of_root ? 1 : ranks);
 }
 

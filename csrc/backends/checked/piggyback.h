@@ -27,11 +27,11 @@ struct Piggyback {
 
 // What is little, in bytes of all ranks together, unless the user says otherwise. Who has heard of
 // all sends as much to each rank that it tells: what that is together is bounded, too. `told`:
-// those of a host by their leader, or all by rank 0.
+// those of a host by their leader, over no link, or all by rank 0.
 constexpr size_t usual_piggyback(size_t told, bool by_leaders) {
-  constexpr size_t kMostSent = size_t{256} << 10;
-  const size_t most = size_t{by_leaders ? 128U : 32U} << 10;
-  return std::min(most, kMostSent / std::max<size_t>(told, 1));
+  const size_t most = size_t{by_leaders ? 256U : 32U} << 10;
+  const size_t most_sent = size_t{by_leaders ? 1024U : 256U} << 10;
+  return std::min(most, most_sent / std::max<size_t>(told, 1));
 }
 
 // So many bytes of all ranks together are little, and as many would be without a setting; of an

@@ -29,6 +29,7 @@ constexpr size_t kByMessages = size_t{2} << 20;
 // Larger ones travel in parts, so that memory and links work at once; but in each part ranks wait
 // for each other, above all where they reduce inside before anything goes.
 constexpr int64_t kPart = int64_t{1} << 20, kReducedPart = int64_t{4} << 20;
+constexpr int64_t kPartOfMoreHosts = int64_t{2} << 20;
 constexpr int64_t kParts = 8;
 // What goes from host to host, and on from there.
 constexpr int64_t kChainPart = int64_t{256} << 10;
@@ -64,7 +65,7 @@ int64_t parts_of(size_t bytes, int64_t part = kPart) {
 // Of an all_reduce, whose steps over the rails are the more, and each the smaller, the more hosts
 // there are.
 int64_t all_reduce_parts_of(size_t bytes, int64_t hosts) {
-  return parts_of(bytes, hosts > 2 ? kReducedPart : kPart);
+  return parts_of(bytes, hosts > 2 ? kPartOfMoreHosts : kPart);
 }
 
 int64_t chain_parts_of(size_t bytes) {
