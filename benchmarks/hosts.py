@@ -196,10 +196,10 @@ def table_of(layout: str, said: list[dict[str, Any]], options: argparse.Namespac
     table = Table(
         f"hosts {layout}: {options.mbit:g} Mbit/s, {options.delay_us} µs one way",
         f"One way takes {link['latency'] * 1e6:.0f} µs by a socket, which moves "
-        f"{link['rate'] / 1e6:.0f} MB/s, {link['together'] / 1e6:.0f} where all hosts send; a rank takes "
-        f"{link['inside'] / 1e6:.0f} MB/s from those of its host. size: "
-        f"bytes of a rank's larger buffer. Median of {options.rounds} rounds in turns; of the "
-        "slowest rank. ours: the faster of shm+gloo and shm+mpi, against the bound, and in the "
+        f"{link['rate'] / 1e6:.0f} MB/s, {link['together'] / 1e6:.0f} where all hosts send; "
+        f"a rank takes {link['inside'] / 1e6:.0f} MB/s from those of its host. size: bytes of a "
+        f"rank's larger buffer. Median of {options.rounds} rounds in turns; of the slowest rank. "
+        "ours: the faster of shm+gloo and shm+mpi, against the bound, and in the "
         "same round against the fastest of the others; model: what Topology says of shm+gloo, "
         "and what was measured against it.",
         ["collective", "size", *names, "bound", "ours/bound", "ours/best other", "model"],

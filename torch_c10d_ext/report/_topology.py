@@ -49,8 +49,8 @@ class Topology:
     ``"whole"`` is an all_reduce inside and then one of everything on every rail. Before each of
     these the ranks agree at rank 0, a round trip. ``"piggyback"`` is data that travels with the
     calls: from host to host on up to 16, up to 256 KiB of all ranks, 1 MiB divided by those of a
-    host beyond 4, and of an all_to_all, reduce_scatter or scatter up to as much for each host; else to rank 0 and from there to all ranks, up to 32 KiB, 256 KiB divided by all ranks
-    beyond 8.
+    host beyond 4, and of an all_to_all, reduce_scatter or scatter up to as much for each host; else
+    to rank 0 and from there to all ranks, up to 32 KiB, 256 KiB divided by all ranks beyond 8.
 
     Args:
         ranks_per_host: as many on every host; the last one may have fewer.
@@ -194,6 +194,9 @@ class Topology:
         link = max(said, heard) * (hosts - 1)
         moved = (said + heard) * (hosts - 1) + taken * (here - 1)
         seconds = max(link / self.between.bandwidth, moved / self.host_bandwidth)
+        # The ranks of its host say it theirs before, and hear of it after that: each copies it.
+        told = (0.0 if of_root else data / ranks) + taken
+        seconds += 2 * told * (here - 1) / self.inside.bandwidth
         return seconds - self.between.latency
 
     def _between(self, op: str, members: int, wire: float, moved: float) -> float:
