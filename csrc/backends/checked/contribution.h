@@ -62,8 +62,7 @@ constexpr size_t most_of_a_rank(OpType type, size_t most, size_t ranks, size_t h
   const bool is_exchange =
       type == OpType::AllToAll || type == OpType::ReduceScatter || type == OpType::Scatter;
   const bool is_of_root = type == OpType::Broadcast || type == OpType::Scatter;
-  return most * (is_exchange && hosts > 0 ? hosts : 1) /
-         (is_of_root ? 1 : ranks);
+  return most * (is_exchange && hosts > 0 ? hosts : 1) / (is_of_root ? 1 : ranks);
 }
 
 }  // namespace c10d_ext
