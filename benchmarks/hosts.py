@@ -33,7 +33,7 @@ if str(ROOT) not in sys.path:
 from benchmarks import _history, _open_mpi  # noqa: E402
 from benchmarks._report import Table, machine, today  # noqa: E402
 from tests.harness.emulated_hosts import emulated_hosts, why_not  # noqa: E402
-from torch_c10d_ext import Link, Topology  # noqa: E402
+from torch_c10d_ext import _C, Link, Topology  # noqa: E402
 
 COLLECTIVES = (
     *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"),
@@ -42,8 +42,6 @@ COLLECTIVES = (
 SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20)
 # Of the rate of an Ethernet of 1500-byte frames, what is left for data.
 GOODPUT = 0.94
-# Up to so many bytes every rail carries all of them (kSmall in hierarchical/rail_messages.h).
-WHOLE = 16 << 10
 # Of the all_reduce from which the model is told what a step takes, and what busy processors move.
 STEPS = 1 << 20
 LARGE = (4 << 20, 16 << 20)
@@ -235,7 +233,7 @@ def _modelled(
         return ["-"]
     name, size = case["collective"], case["size"]
     times = model.times(OPS.get(name, name), ranks, size)
-    whole = name == "all_reduce" and size <= WHOLE
+    whole = name == "all_reduce" and size <= _C.SMALL_ON_RAILS
     algorithm = "piggyback" if "piggyback" in times else "whole" if whole else "rails"
     if algorithm not in times:
         algorithm = "flat"

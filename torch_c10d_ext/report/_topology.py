@@ -9,13 +9,6 @@ from torch_c10d_ext import _C
 from torch_c10d_ext._op_info import Pattern, traffic_of
 from torch_c10d_ext.report._costs import Link
 
-# The parts of a large collective that are in different steps at once, as the backend has them.
-_PART, _PART_OF_MORE_HOSTS, _REDUCED_PART, _PARTS = 1 << 20, 2 << 20, 4 << 20, 8
-# Less than that an all_reduce sends by messages.
-_BY_MESSAGES = 2 << 20
-# Those of a broadcast, which go from host to host.
-_CHAIN_PART, _CHAIN_PARTS = 256 << 10, 32
-
 
 def _steps(pattern: Pattern, members: int) -> int:
     """From one member to the next, one after the other."""
@@ -29,9 +22,18 @@ def _steps_on_rails(pattern: Pattern, hosts: int, size: float) -> int:
     if hosts <= _C.MOST_LEADERS:
         if pattern in (Pattern.ALL_GATHER, Pattern.REDUCE_SCATTER):
             return 1
-        if pattern is Pattern.ALL_REDUCE and size < _BY_MESSAGES:
+        if pattern is Pattern.ALL_REDUCE and size < _C.ALL_REDUCE_BY_MESSAGES:
             return 2
     return _steps(pattern, hosts)
+
+
+def _parts(pattern: Pattern, hosts: int, size: int) -> int:
+    """Of a collective that are in different steps at once."""
+    if pattern is Pattern.ALL_REDUCE:
+        return _C.all_reduce_parts(size, hosts)
+    if pattern is Pattern.REDUCE_SCATTER:
+        return _C.reduce_scatter_parts(size)
+    return _C.chain_parts(size) if pattern is Pattern.BROADCAST else _C.all_gather_parts(size)
 
 
 @dataclass(frozen=True)
@@ -137,13 +139,10 @@ class Topology:
             return times
         between = self._between(op, hosts, across, 2 * across)
         inside = near.seconds(op, here, traffic.wire_of_larger(here, size))
-        on_many = traffic.pattern is Pattern.ALL_REDUCE and hosts > 2
-        is_scattered = traffic.pattern is Pattern.REDUCE_SCATTER
-        part = _REDUCED_PART if is_scattered else _PART_OF_MORE_HOSTS if on_many else _PART
-        parts = min(max(int(size) // part, 1), _PARTS)
         begin = agreement + self.per_step
         steps = _steps(traffic.pattern, hosts) * self.per_step
         on_rails = begin + _steps_on_rails(traffic.pattern, hosts, size) * self.per_step
+        parts = _parts(traffic.pattern, hosts, int(size))
         in_parts = max(between, inside) + min(between, inside) / parts
         if traffic.pattern is Pattern.ALL_REDUCE:
             times["rails"] = on_rails + self.per_step + in_parts
@@ -158,7 +157,6 @@ class Topology:
         elif traffic.pattern in (Pattern.ALL_GATHER, Pattern.REDUCE_SCATTER):
             times["rails"] = on_rails + in_parts
         elif traffic.pattern is Pattern.BROADCAST:
-            parts = min(max(int(size) // _CHAIN_PART, 1), _CHAIN_PARTS)
             tree, chain = math.ceil(math.log2(hosts)), 1 + (hosts - 2) / parts
             if parts == 1 or tree <= chain:
                 parts, chain = 1, tree

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "backends/hierarchical/collectives.h"
+#include "backends/hierarchical/sizes.h"
 #include "control/global_ranks.h"
 #include "control/host.h"
 
@@ -148,6 +149,12 @@ void bind_hierarchical(pybind11::module_& m) {
                              "What it is in profilers and reports: \"shm+gloo\".")
       .def_property_readonly("engine", &HierarchicalBackend::engine,
                              "A backend of all ranks, of the kind that goes between hosts.");
+  m.attr("SMALL_ON_RAILS") = hierarchical::kSmall;
+  m.attr("ALL_REDUCE_BY_MESSAGES") = hierarchical::kByMessages;
+  m.def("all_reduce_parts", &hierarchical::all_reduce_parts, py::arg("bytes"), py::arg("hosts"));
+  m.def("all_gather_parts", &hierarchical::all_gather_parts, py::arg("bytes"));
+  m.def("reduce_scatter_parts", &hierarchical::reduce_scatter_parts, py::arg("bytes"));
+  m.def("chain_parts", &hierarchical::chain_parts, py::arg("bytes"));
   m.def("this_host", &this_host, "The same text in processes that may be able to share memory.");
   m.def(
       "part_of_global_ranks",

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "backends/hierarchical/rail_messages.h"
+#include "backends/hierarchical/sizes.h"
 #include "base/memory.h"
 #include "base/reduction.h"
 
@@ -23,17 +24,6 @@ namespace {
 using std::string_view;
 using Sizes = std::vector<int64_t>;
 using Tensors = std::vector<at::Tensor>;
-
-// An all_reduce of less goes by messages, where all go.
-constexpr size_t kByMessages = size_t{2} << 20;
-// Larger ones travel in parts, so that memory and links work at once; but in each part ranks wait
-// for each other, above all where they reduce inside before anything goes.
-constexpr int64_t kPart = int64_t{1} << 20, kReducedPart = int64_t{4} << 20;
-constexpr int64_t kPartOfMoreHosts = int64_t{2} << 20;
-constexpr int64_t kParts = 8;
-// What goes from host to host, and on from there.
-constexpr int64_t kChainPart = int64_t{256} << 10;
-constexpr int64_t kChainParts = 32;
 
 at::Tensor flat(const at::Tensor& t) {
   return span_of(t, 0, t.numel());
@@ -57,21 +47,6 @@ void scatter_rows(const at::Tensor& to, const at::Tensor& from, const Sizes& ord
   }
 }
 
-// Into how many parts a tensor of so many bytes is cut.
-int64_t parts_of(size_t bytes, int64_t part = kPart) {
-  return std::clamp<int64_t>(static_cast<int64_t>(bytes) / part, int64_t{1}, kParts);
-}
-
-// Of an all_reduce, whose steps over the rails are the more, and each the smaller, the more hosts
-// there are.
-int64_t all_reduce_parts_of(size_t bytes, int64_t hosts) {
-  return parts_of(bytes, hosts > 2 ? kPartOfMoreHosts : kPart);
-}
-
-int64_t chain_parts_of(size_t bytes) {
-  return std::clamp<int64_t>(static_cast<int64_t>(bytes) / kChainPart, int64_t{1}, kChainParts);
-}
-
 // Calls `piece(offset, count)` for each of `pieces` parts of `count` elements; the last is smaller.
 template <class Piece>
 void each_piece(int64_t count, int64_t pieces, Piece&& piece) {
@@ -90,7 +65,7 @@ Reduction reduction_of(const InnerCollective& what) {
 void all_reduce_over_rails(const Parts& parts, const at::Tensor& t, const Reduction& reduction) {
   constexpr string_view op = "all_reduce";
   const int64_t here = parts.hosts.count_here();
-  const int64_t pieces = all_reduce_parts_of(t.nbytes(), parts.hosts.count());
+  const int64_t pieces = all_reduce_parts(t.nbytes(), parts.hosts.count());
   const int64_t share = t.numel() / (pieces * here);
   struct Pipe {
     at::Tensor whole, share;
@@ -214,7 +189,7 @@ void broadcast_along_hosts(const Parts& parts, const at::Tensor& t, int root, in
   };
   std::vector<Pipe> pipes;
   const bool is_on_rail = parts.hosts.place() == on_rail;
-  const int64_t pieces = chain_parts_of(t.nbytes());
+  const int64_t pieces = chain_parts(t.nbytes());
   each_piece(t.numel(), pieces, [&](int64_t offset, int64_t count) {
     Pipe& pipe = pipes.emplace_back();
     pipe.part = t.narrow(0, offset, count);
@@ -243,7 +218,7 @@ void broadcast_along_hosts(const Parts& parts, const at::Tensor& t, int root, in
 // Whether that takes less than a tree, in which the root's link carries everything for each of the
 // hosts that hear from it.
 bool pays_along_hosts(const Parts& parts, const at::Tensor& t) {
-  const int64_t hosts = parts.hosts.count(), pieces = chain_parts_of(t.nbytes());
+  const int64_t hosts = parts.hosts.count(), pieces = chain_parts(t.nbytes());
   int64_t rounds = 0;
   while (int64_t{1} << rounds < hosts) {
     ++rounds;
@@ -287,7 +262,7 @@ void all_gather_over_rails(const Parts& parts, const at::Tensor& in, const at::T
     Step inside;
   };
   std::vector<Pipe> pipes;
-  each_piece(in.numel(), parts_of(out.nbytes()), [&](int64_t offset, int64_t count) {
+  each_piece(in.numel(), all_gather_parts(out.nbytes()), [&](int64_t offset, int64_t count) {
     const auto tag = static_cast<int>(pipes.size());
     Pipe& pipe = pipes.emplace_back();
     const auto row_of = [&](int64_t host, size_t place) {
@@ -380,7 +355,7 @@ void reduce_scatter_over_rails(const Parts& parts, const at::Tensor& in, const a
     std::optional<Reducing> reducing;
   };
   std::vector<Pipe> pipes;
-  each_piece(out.numel(), parts_of(in.nbytes(), kReducedPart), [&](int64_t offset, int64_t count) {
+  each_piece(out.numel(), reduce_scatter_parts(in.nbytes()), [&](int64_t offset, int64_t count) {
     const auto tag = static_cast<int>(pipes.size());
     Pipe& pipe = pipes.emplace_back();
     pipe.out = out.narrow(0, offset, count);

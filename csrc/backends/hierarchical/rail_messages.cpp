@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <iterator>
 
+#include "backends/hierarchical/sizes.h"
 #include "base/dtype.h"
 #include "control/meeting.h"
 #include "kernels/kernels.h"

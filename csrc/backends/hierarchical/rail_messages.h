@@ -5,7 +5,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <cstddef>
 #include <functional>
 #include <vector>
 
@@ -13,9 +12,6 @@
 #include "base/types.h"
 
 namespace c10d_ext::hierarchical {
-
-// So little goes as a whole, in one step: by every rail, and on it from each host to each.
-constexpr size_t kSmall = size_t{16} << 10;
 
 // Whether the engine has messages, and hosts are so few that all talk to all, as leaders do.
 bool goes_by_messages(const Parts& parts);

@@ -1,0 +1,38 @@
+#pragma once
+
+// From which sizes on a collective of several hosts takes another way, and in how many parts it
+// travels: so that memory and links work at once; but in each part ranks wait for each other.
+// Reports know it from here. No torch in here.
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+namespace c10d_ext::hierarchical {
+
+// So little goes as a whole, in one step: by every rail, and on it from each host to each.
+constexpr size_t kSmall = size_t{16} << 10;
+// An all_reduce of less goes by messages, where all go.
+constexpr size_t kByMessages = size_t{2} << 20;
+
+constexpr int64_t parts_of(size_t bytes, int64_t part, int64_t most = 8) {
+  return std::clamp<int64_t>(static_cast<int64_t>(bytes) / part, int64_t{1}, most);
+}
+
+// Its steps over the rails are the more, and each the smaller, the more hosts there are.
+constexpr int64_t all_reduce_parts(size_t bytes, int64_t hosts) {
+  return parts_of(bytes, int64_t{hosts > 2 ? 2 : 1} << 20);
+}
+constexpr int64_t all_gather_parts(size_t bytes) {
+  return parts_of(bytes, int64_t{1} << 20);
+}
+// In which all wait for what is reduced inside before anything goes.
+constexpr int64_t reduce_scatter_parts(size_t bytes) {
+  return parts_of(bytes, int64_t{4} << 20);
+}
+// Of a broadcast, which goes from host to host, and on from there.
+constexpr int64_t chain_parts(size_t bytes) {
+  return parts_of(bytes, int64_t{256} << 10, 32);
+}
+
+}  // namespace c10d_ext::hierarchical
