@@ -29,11 +29,13 @@ namespace {
 // A rank that waits for its first collective when it hears of the end.
 class Waiting {
  public:
-  explicit Waiting(const std::vector<std::string>& machines, bool gives = true)
+  explicit Waiting(const std::vector<std::string>& machines, bool gives = true,
+                   bool is_long = false)
       : roster_(roster_of(1, machines)), calls_(roster_, 2s) {
     auto operation = call_.operation(summed(6), "mine");
     OpenCall call{operation.op, std::nullopt, kLong, operation.begin, operation.fail};
     call.receive = gives ? operation.receive : nullptr;
+    call.is_long = is_long;
     calls_.enter({}, std::move(call));
   }
   OpenCalls& operator*() {
@@ -95,6 +97,23 @@ void what_rank_0_has_agreed_on_is_done_after_the_end() {
   fails(two, true, 0);   // not agreed on
   fails(two, false, 1);  // no leader says it
   fails({"a", "a"}, true, 1);
+}
+
+// Rank 0 may hear of it later than a leader, and what is done must have begun.
+void what_came_with_the_calls_is_not_said_to_be_done() {
+  const auto says = [](const std::vector<std::string>& data) {
+    Waiting rank({"a", "b"}, true, /*is_long=*/true);
+    CHECK((*rank).take_news().size() == 1);  // the call
+    (*rank).go(1, data);
+    rank.settle();
+    CHECK(rank.call().begun() == 1);
+    const bool is_to_be_said = (*rank).done(1);
+    const auto news = (*rank).take_news();
+    CHECK(news.size() == (is_to_be_said ? 1 : 0) && (news.empty() || news.front().kind == kDone));
+    return is_to_be_said;
+  };
+  CHECK(!says({"of 0", "mine"}));
+  CHECK(says({}));
 }
 
 // Whoever moves the data sends nothing more to ranks that are gone, for it could not bear that.
@@ -416,6 +435,7 @@ void rank_0_tells_who_is_wanted() {
 
 const std::vector<Test> kTests = {
     TEST(what_rank_0_has_agreed_on_is_done_after_the_end),
+    TEST(what_came_with_the_calls_is_not_said_to_be_done),
     TEST(lost_ranks_are_told_of_at_once),
     TEST(what_is_broken_is_told_where_rank_0_is_lost),
     TEST(data_that_is_no_messages_is_refused),

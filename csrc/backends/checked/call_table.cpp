@@ -76,6 +76,7 @@ void CallTable::go(uint64_t seq, std::vector<std::string> data) {
     begin = [receive = std::move(receive), data = std::move(data)](uint64_t seq) {
       receive(seq, data);
     };
+    call.is_long = false;  // its data is here, which rank 0 may not have heard of
   }
   begins_.emplace(seq, std::move(begin));
   call.late = kNever;
@@ -137,10 +138,9 @@ void CallTable::finish(End end) {
 }
 
 void CallTable::keep_agreed(const End& end) {
-  const bool have_leaders_lines = !roster_.hosts().empty();
   for (auto it = waiting_.begin(); it != waiting_.end();) {
     const auto waited = it++;
-    if (have_leaders_lines && waited->first <= end.agreed && waited->second.receive) {
+    if (!roster_.hosts().empty() && waited->first <= end.agreed && waited->second.receive) {
       waited->second.late = after(end.word_grace);
       running_.insert(waiting_.extract(waited));
     }
