@@ -23,6 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks import _history, _open_mpi  # noqa: E402
-from benchmarks._report import Table, machine, today  # noqa: E402
+from benchmarks._report import TARGETS, Table, machine, today  # noqa: E402
+from benchmarks.shm import label  # noqa: E402
 from tests.harness.emulated_hosts import emulated_hosts, why_not  # noqa: E402
 from torch_c10d_ext import _C, Link, Topology  # noqa: E402
 
@@ -50,6 +52,9 @@ OPS = {
     "reduce_scatter": "reduce_scatter_tensor",
     "all_to_all": "all_to_all_single",
 }
+# What is aimed at: of the bound of the largest all_reduce, and of every large collective; over the
+# latency, in seconds; of the model.
+LARGEST, EVERY_LARGE, OVER_LATENCY, OFF = 1.1, 1.25, {"2x2": 60e-6, "4x2": 150e-6}, 0.15
 LAYOUTS = {"2x1": (2, 1), "2x2": (2, 2), "4x1": (4, 1), "4x2": (4, 2)}
 DEADLINE = 560.0
 
@@ -225,20 +230,96 @@ def table_of(layout: str, said: list[dict[str, Any]], options: argparse.Namespac
     return table
 
 
+def judged(layout: str, said: list[dict[str, Any]], options: argparse.Namespace) -> Table:
+    """What is aimed at, and what came of it."""
+    hosts, ranks = LAYOUTS[layout]
+    link, *cases = said
+    rate = GOODPUT * options.mbit * 1e6 / 8
+    table = Table(f"{TARGETS}: hosts {layout}", "", ["", "target", "measured", "outcome"], left=4)
+
+    def add(what: str, target: str, measured: str, missed: Sequence[bool]) -> None:
+        met = len(missed) - sum(missed)
+        outcome = f"{met} of {len(missed)} met" if len(missed) > 1 else "missed"
+        table.rows.append([what, target, measured, outcome if any(missed) else "met"])
+
+    def over_bound(case: dict[str, Any], *names: str) -> float:
+        limit = bound(case["collective"], _size(case), hosts, ranks, rate, link["latency"])
+        return min(statistics.median(case["times"][name]) for name in names) / limit
+
+    def called(case: dict[str, Any]) -> str:
+        return f"{case['collective']} {label(_size(case))}"
+
+    ours = ("shm+gloo", "shm+mpi")
+    collectives = [case for case in cases if not case["collective"].startswith("send_recv")]
+    sums = {_size(case): case for case in cases if case["collective"] == "all_reduce"}
+    if LARGE[-1] in sums:
+        largest, gloo = (over_bound(sums[LARGE[-1]], *names) for names in (ours, ("gloo",)))
+        what = f"all_reduce of {label(LARGE[-1])}, against the link's bound"
+        measured = f"{largest:.2f} times (gloo {gloo:.2f})"
+        add(what, f"<= {LARGEST} times", measured, [largest > LARGEST])
+    large = {called(case): over_bound(case, *ours) for case in collectives if _size(case) in LARGE}
+    if large:
+        worst = max(large, key=large.__getitem__)
+        add(
+            f"every collective of {label(LARGE[0])} and more, against its bound",
+            f"<= {EVERY_LARGE} times",
+            f"at worst {large[worst]:.2f} times ({worst})",
+            [ratio > EVERY_LARGE for ratio in large.values()],
+        )
+    if min(sums, default=0) == SIZES[0] and layout in OVER_LATENCY:
+        times = sums[SIZES[0]]["times"]
+        over = min(statistics.median(times[name]) for name in ours) - link["latency"]
+        aim = OVER_LATENCY[layout]
+        what = f"all_reduce of {label(SIZES[0])}, over the latency"
+        add(what, f"<= {aim * 1e6:.0f} us", f"{over * 1e6:.0f} us", [over > aim])
+    slower = {called(case): _against_gloo(case) for case in cases}
+    worst = max(slower, key=lambda name: statistics.median(slower[name]))
+    add(
+        "shm+gloo against gloo and the flat fall-back, every size, messages too",
+        "<= 1 times beyond noise",
+        f"at worst {statistics.median(slower[worst]):.2f} times ({worst})",
+        [min(ratios) > 1 for ratios in slower.values()],
+    )
+    if sums:
+        model = model_of(layout, link, cases)
+        off = [
+            abs(_ours(case) / _predicted(model, case, hosts * ranks) - 1) for case in collectives
+        ]
+        add(
+            "the model's times",
+            f"within {OFF:.0%}",
+            f"median {statistics.median(off):.0%} off, worst {max(off):.0%}",
+            [each > OFF for each in off],
+        )
+    return table
+
+
+def _against_gloo(case: dict[str, Any]) -> list[float]:
+    """Round by round, against the faster of gloo and the flat fall-back."""
+    times = case["times"]
+    rounds = zip(times["shm+gloo"], times["gloo"], times["flat"], strict=True)
+    return [ours / min(gloo, flat) for ours, gloo, flat in rounds]
+
+
 def _modelled(
     model: Topology | None, case: dict[str, Any], ranks: int, measured: float
 ) -> list[str]:
-    """The model's time of the algorithm that is used, and the measured one against it."""
+    """The model's time, and the measured one against it."""
     if model is None or case["collective"].startswith("send_recv"):
         return ["-"]
+    seconds = _predicted(model, case, ranks)
+    return [f"{time_text(seconds)} ({measured / seconds:.2f})"]
+
+
+def _predicted(model: Topology, case: dict[str, Any], ranks: int) -> float:
+    """Of the algorithm that is used."""
     name, size = case["collective"], case["size"]
     times = model.times(OPS.get(name, name), ranks, size)
     whole = name == "all_reduce" and size <= _C.SMALL_ON_RAILS
     algorithm = "piggyback" if "piggyback" in times else "whole" if whole else "rails"
     if algorithm not in times:
         algorithm = "flat"
-    seconds = times[algorithm]
-    return [f"{time_text(seconds)} ({measured / seconds:.2f})"]
+    return times[algorithm]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -269,8 +350,9 @@ def main(arguments: list[str] | None = None) -> int:
         print("without Open MPI, which tools/get_peers.sh openmpi installs")
     tables = []
     for layout in options.layout:
-        tables.append(table_of(layout, measure(layout, options), options))
-        print(f"\n{tables[-1].text()}", flush=True)
+        said = measure(layout, options)
+        tables += [table_of(layout, said, options), judged(layout, said, options)]
+        print(f"\n{tables[-2].text()}\n\n{tables[-1].text()}", flush=True)
     if options.record:
         given = sys.argv[1:] if arguments is None else arguments
         command = " ".join(["python benchmarks/hosts.py", *given])
