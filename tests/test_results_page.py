@@ -27,7 +27,7 @@ def test_table_is_that_of_the_newest_runs() -> None:
 
 
 def test_page_stays_short() -> None:
-    assert len((ROOT / "docs" / "results.md").read_text().splitlines()) <= 175
+    assert len((ROOT / "docs" / "results.md").read_text().splitlines()) <= 190
 
 
 def test_a_recorded_run_is_read_back_and_the_newest_counts(
