@@ -25,8 +25,8 @@ DEADLINE = 30.0
 # Set where a machine must have all that is needed: what is missing there is a failure.
 REQUIRED = "TORCH_C10D_EXT_REQUIRE_NAMESPACES"
 _MTU = "9000"
-# Whatever the machine has: on links without losses as Linux's default, which it has for whole
-# machines alone.
+# Whatever the machine is set to. Linux's default, cubic, cannot be set in a namespace, and differs
+# from this on long links.
 _CONGESTION = "net.ipv4.tcp_congestion_control=reno"
 
 _INIT = """

@@ -12,7 +12,7 @@
 // them as a network card does. So kernels hand over up to 64 KiB of a connection in one frame, and
 // are handed as much (segmentation offload), unless frames are to be lost. A frame is charged as
 // the 1500-byte frames of which it is made, 94 % of whose time on the wire is for data. Before the
-// wire connections take turns, as Linux has them do (fq_codel).
+// wire connections take turns, as fq_codel has them do.
 
 #include <fcntl.h>
 #include <linux/if.h>
