@@ -9,14 +9,13 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
 
 import torch_c10d_ext_autoload
-from torch_c10d_ext import _C, _hosts
+from torch_c10d_ext import _C, _exit, _hosts
 from torch_c10d_ext._meeting import Meeting
 from torch_c10d_ext_autoload import SHM
 
@@ -29,8 +28,6 @@ _MAX_ARENA = 1 << 30
 _MAX_US = 10**9
 # How long the end of the process waits for collectives that nobody waited for.
 _GRACE = dt.timedelta(seconds=1)
-# What threads that waited for one have to hear that its group is closed, in seconds.
-_RETURN = 0.03
 
 # How often this process has made a group of a name, at whose store older ones may have met.
 _meetings: dict[str, int] = {}
@@ -182,5 +179,4 @@ def _close() -> None:
     _C.close_shm_groups(grace)
     _C.close_checked_groups(grace)
     if threading.active_count() > 1:
-        # A thread that waited comes back while there is an interpreter, without which torch aborts.
-        time.sleep(_RETURN)
+        _exit.let_threads_rest()  # those that waited

@@ -4,6 +4,8 @@ Run as ``python exits.py <directory> <scenario>...``. Every rank is a child fork
 of the backend has started, so that it costs no imports, and ends as a script does: by returning
 from its main module, with the interpreter's whole shutdown. What the ranks print goes to stderr.
 
+``starved_threads.cpp`` of the native tests must be preloaded.
+
 Where this user may, it all happens above an empty /dev/shm and an empty /tmp, and whatever is found
 there afterwards is an error.
 """
@@ -105,11 +107,18 @@ def main(scenario: str, rank: int) -> None:
         # It waits for a rank that has returned, or until it is cut off.
         threading.Thread(target=_all_reduce, daemon=True).start() if rank == 0 else None
         time.sleep(0.2)
-    elif scenario == "threads at works":
+    elif scenario in ("threads at works", "late threads at works"):
         works = [_all_reduce(async_op=True) for _ in range(4 if rank == 0 else 0)]
         for wait in [w.wait for w in works[:2]] + [w.get_future().wait for w in works[2:]]:
             threading.Thread(target=wait, daemon=True).start()
         time.sleep(0.2 + 0.2 * rank)
+        if scenario.startswith("late") and rank == 0:
+            # Of the preloaded library: threads that are woken, as by the end of their group, get no
+            # further for a while.
+            ctypes.c_int.in_dll(ctypes.CDLL(None), "starve").value = 1
+            raise ValueError("as planned")
+        if scenario.startswith("late"):
+            time.sleep(2)
     else:
         assert scenario == "returns", scenario
 

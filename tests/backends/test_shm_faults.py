@@ -29,6 +29,7 @@ from tests.backends.failures import Report, check_works, report
 from tests.harness import run
 from tests.harness.crew import crew, mark
 from tests.harness.worker import FALLBACK
+from tests.native import build
 from torch_c10d_ext import _C, errors, functional
 from torch_c10d_ext._backends import shm_settings
 
@@ -1372,6 +1373,7 @@ EXIT_CODES = {
     "one gone": (0, 0),
     "thread in a collective": (0, 0),
     "threads at works": (0, 0),
+    "late threads at works": (1, 0),
 }
 
 
@@ -1383,6 +1385,7 @@ FALLBACK_EXITS = (
     "in flight",
     "in flight and raises",
     "threads at works",
+    "late threads at works",
 )
 
 
@@ -1406,6 +1409,7 @@ def test_processes_end_as_they_would_without_the_backend(
             "TORCH_C10D_EXT_SHM_DISABLE": disabled,
             "PYTHONPATH": os.pathsep.join(sys.path),
             "OMP_NUM_THREADS": "1",
+            "LD_PRELOAD": str(build.build("starved_threads", [], library=True)),
         },
         start_new_session=True,
     )
