@@ -6,121 +6,120 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <cstring>
-#include <stdexcept>
+#include <string>
 
 namespace c10d_ext {
 
-Payload& Payload::put(int64_t number) {
-  bytes_.append(reinterpret_cast<const char*>(&number), sizeof(number));
-  return *this;
-}
-
-Payload& Payload::put(std::string_view text) {
-  reserve(sizeof(int64_t) + text.size());
-  put(static_cast<int64_t>(text.size()));
-  bytes_ += text;
-  return *this;
-}
-
-int64_t Payload::number() {
-  int64_t number = 0;
-  if (bytes_.size() - at_ < sizeof(number)) {
-    throw std::runtime_error("a sentence is too short");
-  }
-  std::memcpy(&number, bytes_.data() + at_, sizeof(number));
-  at_ += sizeof(number);
-  return number;
-}
-
-size_t Payload::size() {
-  const int64_t size = number();
-  if (size < 0 || static_cast<uint64_t>(size) > bytes_.size() - at_) {
-    throw std::runtime_error("a sentence is too short");
-  }
-  return static_cast<size_t>(size);
-}
-
-std::string Payload::text() {
-  const size_t count = size();
-  std::string text = bytes_.substr(at_, count);
-  at_ += count;
-  return text;
-}
-
 namespace {
 
-// Before the words.
-struct Heading {
-  uint32_t bytes;
-  uint32_t kind;
-};
+// So many pieces are sent at a time, and so many bytes come at a time of what is not attached.
+constexpr size_t kMostPieces = 64;
+constexpr size_t kWords = 4096;
+
+iovec piece_of(std::string_view bytes) {
+  return {const_cast<char*>(bytes.data()), bytes.size()};
+}
 
 }  // namespace
 
-void Connection::say(uint32_t kind, const Payload& words) {
-  const std::string& bytes = words.bytes();
-  Heading heading{static_cast<uint32_t>(bytes.size()), kind};
-  const std::string_view head(reinterpret_cast<const char*>(&heading), sizeof(heading));
-  size_t sent = 0;
-  if (unsent_.empty()) {
-    sent = send(head, bytes);
+void Connection::say(uint32_t kind, const Payload& payload) {
+  const auto& words = payload.words();
+  Heading heading{static_cast<uint32_t>(words.size()), kind, 0};
+  for (const auto& piece : payload.attached()) {
+    heading.attached += piece.size();
   }
-  const size_t sent_of_head = std::min(sent, head.size());
-  unsent_ += head.substr(sent_of_head);
-  unsent_.append(bytes, sent - sent_of_head);
+  const std::string_view head(reinterpret_cast<const char*>(&heading), sizeof(heading));
+  std::vector<std::string_view> pieces{head, words};
+  pieces.insert(pieces.end(), payload.attached().begin(), payload.attached().end());
+  size_t sent = unsent_.empty() ? send(pieces) : 0;
+
+  // What is attached is kept as it is.
+  const auto take = [&sent](size_t size) {
+    const size_t taken = std::min(sent, size);
+    sent -= taken;
+    return taken;
+  };
+  std::string rest;
+  for (const auto text : {head, std::string_view(words)}) {
+    rest += text.substr(take(text.size()));
+  }
+  if (!rest.empty()) {
+    unsent_.emplace_back(std::move(rest));
+  }
+  for (const auto& piece : payload.attached()) {
+    if (const size_t taken = take(piece.size()); taken < piece.size()) {
+      unsent_.push_back(piece.part(taken, piece.size() - taken));
+    }
+  }
 }
 
 void Connection::flush() {
-  unsent_.erase(0, send(unsent_, {}));
+  size_t sent = send({unsent_.begin(), unsent_.end()});
+  while (sent > 0) {
+    auto& first = unsent_.front();
+    const size_t size = first.size();
+    if (sent < size) {
+      first = first.part(sent, size - sent);
+      return;
+    }
+    sent -= size;
+    unsent_.pop_front();
+  }
 }
 
-// How much of the two, one after the other.
-size_t Connection::send(std::string_view first, std::string_view second) {
-  const size_t all = first.size() + second.size();
-  size_t sent = 0;
-  while (sent < all) {
-    const size_t of_first = std::min(sent, first.size());
-    const auto part = [](std::string_view text, size_t from) {
-      return iovec{const_cast<char*>(text.data()) + from, text.size() - from};
-    };
-    std::array<iovec, 2> parts{part(first, of_first), part(second, sent - of_first)};
+size_t Connection::send(const std::vector<std::string_view>& pieces) {
+  size_t all_sent = 0, sent_of_first = 0;
+  for (size_t first = 0; first < pieces.size();) {
+    std::array<iovec, kMostPieces> parts;
+    const size_t count = std::min(parts.size(), pieces.size() - first);
+    for (size_t i = 0; i < count; ++i) {
+      parts[i] = piece_of(pieces[first + i].substr(i == 0 ? sent_of_first : 0));
+    }
     msghdr message{};
     message.msg_iov = parts.data();
-    message.msg_iovlen = parts.size();
+    message.msg_iovlen = count;
     const ssize_t now = ::sendmsg(fd(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (now < 0 && errno == EINTR) {
       continue;
     }
     if (now < 0 && errno != EAGAIN && errno != EWOULDBLOCK) {
       error_ = error_ != 0 ? error_ : errno;
+      size_t all = 0;
+      for (const auto piece : pieces) {
+        all += piece.size();
+      }
       return all;  // nobody there: listen() tells
     }
-    if (now <= 0) {
+    if (now < 0) {
       break;
     }
-    sent += static_cast<size_t>(now);
+    all_sent += static_cast<size_t>(now);
+    sent_of_first += static_cast<size_t>(now);
+    while (first < pieces.size() && sent_of_first >= pieces[first].size()) {
+      sent_of_first -= pieces[first++].size();
+    }
   }
-  return sent;
+  return all_sent;
 }
 
 bool Connection::listen(size_t limit) {
-  std::array<char, 65536> some;
+  std::array<char, kWords> some;
   has_unheard_ = false;
-  for (;;) {
-    const ssize_t now = ::recv(fd(), some.data(), some.size(), MSG_DONTWAIT);
+  for (size_t heard = 0; heard <= limit;) {
+    const auto [room, most] = reader_.attached_room();
+    std::array<iovec, 2> parts{iovec{room, most}, iovec{some.data(), some.size()}};
+    msghdr message{};
+    message.msg_iov = parts.data();
+    message.msg_iovlen = parts.size();
+    const ssize_t now = ::recvmsg(fd(), &message, MSG_DONTWAIT);
     if (now > 0) {
-      heard_.append(some.data(), static_cast<size_t>(now));
-      Heading heading{};
-      if (heard_.size() >= sizeof(heading)) {
-        std::memcpy(&heading, heard_.data(), sizeof(heading));
+      const auto count = static_cast<size_t>(now), attached = std::min(count, most);
+      heard += count;
+      if (attached > 0) {
+        reader_.take_attached(attached);
       }
-      if (heading.bytes > limit) {
+      if (!reader_.take({some.data(), count - attached}, limit)) {
         return false;
-      }
-      if (heard_.size() > sizeof(heading) + limit) {
-        has_unheard_ = true;  // a sentence is there; the rest waits
-        return true;
       }
       continue;
     }
@@ -135,25 +134,13 @@ bool Connection::listen(size_t limit) {
       return false;
     }
   }
+  has_unheard_ = true;  // a sentence is there; the rest waits
+  return true;
 }
 
 bool Connection::is_unreachable() const {
   return error_ == ETIMEDOUT || error_ == EHOSTUNREACH || error_ == ENETUNREACH ||
          error_ == EHOSTDOWN || error_ == ENETDOWN;
-}
-
-std::optional<Frame> Connection::next() {
-  Heading heading;
-  if (heard_.size() < sizeof(heading)) {
-    return std::nullopt;
-  }
-  std::memcpy(&heading, heard_.data(), sizeof(heading));
-  if (heard_.size() - sizeof(heading) < heading.bytes) {
-    return std::nullopt;
-  }
-  Frame sentence{heading.kind, Payload(heard_.substr(sizeof(heading), heading.bytes))};
-  heard_.erase(0, sizeof(heading) + heading.bytes);
-  return sentence;
 }
 
 }  // namespace c10d_ext

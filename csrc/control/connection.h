@@ -1,69 +1,22 @@
 #pragma once
 
-// A connection between two ranks, for a few words at a time. No torch in here.
+// A connection between two ranks, for a few words at a time, and data attached to them. No torch in
+// here.
 
+#include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <optional>
-#include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
+#include "control/frame_reader.h"
+#include "control/payload.h"
 #include "control/process.h"
+#include "control/shared_bytes.h"
 
 namespace c10d_ext {
-
-// What is said over a line: numbers and texts in the order in which they are taken out again.
-class Payload {
- public:
-  Payload() = default;
-  explicit Payload(std::string bytes) : bytes_(std::move(bytes)) {}
-
-  Payload& put(int64_t number);
-  Payload& put(std::string_view text);
-  template <class Number>
-  Payload& put(const std::vector<Number>& numbers) {
-    put(static_cast<int64_t>(numbers.size()));
-    for (const Number number : numbers) {
-      put(static_cast<int64_t>(number));
-    }
-    return *this;
-  }
-
-  // That so many bytes more will be put.
-  void reserve(size_t bytes) {
-    bytes_.reserve(bytes_.size() + bytes);
-  }
-
-  // Throw std::runtime_error where there is no such thing left.
-  int64_t number();
-  std::string text();
-  template <class Number = int64_t>
-  std::vector<Number> numbers() {
-    const auto count = size();
-    std::vector<Number> all;
-    for (size_t i = 0; i < count; ++i) {
-      all.push_back(static_cast<Number>(number()));
-    }
-    return all;
-  }
-
-  const std::string& bytes() const {
-    return bytes_;
-  }
-
- private:
-  // A length, of something that may be there.
-  size_t size();
-
-  std::string bytes_;
-  size_t at_ = 0;
-};
-
-struct Frame {
-  uint32_t kind;
-  Payload words;
-};
 
 // One end of a connection. Nothing here blocks.
 class Connection {
@@ -102,13 +55,17 @@ class Connection {
   bool has_unheard() const {
     return has_unheard_;
   }
-  std::optional<Frame> next();
+  std::optional<Frame> next() {
+    return reader_.next();
+  }
 
  private:
-  size_t send(std::string_view first, std::string_view second);
+  // How much of those, one after the other.
+  size_t send(const std::vector<std::string_view>& parts);
 
   FdOwner socket_;
-  std::string unsent_, heard_;
+  std::deque<SharedBytes> unsent_;
+  FrameReader reader_;
   bool has_unheard_ = false;
   int error_ = 0;  // what ended it
 };

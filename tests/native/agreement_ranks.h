@@ -75,10 +75,10 @@ class Call {
   Agreement::Operation operation(Fingerprint called, Contribution data) {
     Agreement::Operation operation = this->operation(std::move(called), kLong);
     operation.data = std::move(data);
-    operation.receive = [state = state_](uint64_t seq, const std::vector<std::string>& received) {
+    operation.receive = [state = state_](uint64_t seq, const std::vector<SharedBytes>& received) {
       std::lock_guard lock(state->mutex);
       state->begun = seq;
-      state->received = received;
+      state->received.assign(received.begin(), received.end());
       state->changed.notify_all();
     };
     return operation;

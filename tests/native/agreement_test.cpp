@@ -218,7 +218,7 @@ class End {
       state->turn = ++turns;
       state->changed.notify_all();
     };
-    message.receive = [state = state_, begin = message.begin](int peer, const std::string& data) {
+    message.receive = [state = state_, begin = message.begin](int peer, std::string_view data) {
       {
         std::lock_guard lock(state->mutex);
         state->data = data;

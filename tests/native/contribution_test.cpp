@@ -47,6 +47,33 @@ void what_is_given_is_what_is_taken() {
   CHECK(!take_contribution(words, 3));
 }
 
+void much_data_is_passed_on_without_a_copy() {
+  const SharedBytes much(std::string(5000, 'm')), more(std::string(6000, 'n')), little("abc");
+  const Payload words = Payload().put(1).put_data(much).put_data(little).put_data(more).put(2);
+  CHECK(words.attached().size() == 2 && words.words().size() < 100);
+  Payload onward = Payload().put(7).put(words);
+  CHECK(onward.number() == 7 && onward.number() == 1);
+  const auto first = onward.data();
+  CHECK(first.data() == much.data() && first == much && onward.data() == little);
+  CHECK(onward.data().data() == more.data() && onward.number() == 2);
+  // As it comes over a line, in one piece, where it stays.
+  const SharedBytes all(std::string(5000, 'm') + std::string(6000, 'n'));
+  Payload heard(words.words(), all);
+  CHECK(heard.number() == 1 && heard.data().data() == all.data() && heard.data() == little);
+  CHECK(heard.data() == more && heard.number() == 2);
+}
+
+void data_that_is_not_there_is_refused() {
+  for (const auto& attached : {SharedBytes(), SharedBytes(std::string(4999, 'm'))}) {
+    Payload words(Payload().put(5000).put(1).words(), attached);
+    refused([&] { words.data(); });
+  }
+  for (const int64_t size : {int64_t{-1}, int64_t{4}, int64_t{1} << 62}) {
+    Payload words(Payload().put(size).words() + "abc");
+    refused([&] { words.data(); });
+  }
+}
+
 void some_ranks_parts_are_passed_on() {
   const Contribution parts("abcdefg", {1, 0, 3, 2, 1});
   CHECK((of_all(parts.of(std::vector<int>{4, 2}), 5) == Texts{"", "", "bcd", "", "g"}));
@@ -98,10 +125,9 @@ void too_much_data_is_refused() {
 }
 
 const std::vector<Test> kTests = {
-    TEST(what_is_given_is_what_is_taken),
-    TEST(some_ranks_parts_are_passed_on),
-    TEST(parts_that_are_none_are_refused),
-    TEST(too_much_data_is_refused),
+    TEST(what_is_given_is_what_is_taken),    TEST(much_data_is_passed_on_without_a_copy),
+    TEST(data_that_is_not_there_is_refused), TEST(some_ranks_parts_are_passed_on),
+    TEST(parts_that_are_none_are_refused),   TEST(too_much_data_is_refused),
 };
 
 }  // namespace

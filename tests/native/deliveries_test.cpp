@@ -325,7 +325,7 @@ void deliveries_that_make_no_sense_are_refused() {
 void words_of_other_messages_are_refused() {
   const auto is_taken = [](int from, int to, int said_to) {
     Payload words = encoded_delivery({.rank = from, .sends = true, .peer = to});
-    std::string bytes = words.bytes();
+    std::string bytes = words.words();
     const int64_t number = said_to;
     std::memcpy(bytes.data() + sizeof(number), &number, sizeof(number));
     Payload changed(bytes);

@@ -73,6 +73,10 @@ class Random {
     }
     return text;
   }
+  // At times as much as is attached.
+  std::string data() {
+    return (one_in(4) ? std::string(static_cast<size_t>(4090 + below(20)), 'x') : "") + text();
+  }
 
  private:
   std::mt19937_64 engine_;
@@ -108,6 +112,14 @@ std::string changed(std::string bytes, Random& random) {
   return bytes;
 }
 
+Payload changed(const Payload& words, Random& random) {
+  std::string attached;
+  for (const auto& piece : words.attached()) {
+    attached += piece;
+  }
+  return Payload(changed(words.words(), random), changed(attached, random));
+}
+
 std::vector<int64_t> sizes(Random& random) {
   return std::vector<int64_t>(static_cast<size_t>(random.one_in(3) ? random.below(9) : kRanks),
                               random.below(100));
@@ -115,7 +127,7 @@ std::vector<int64_t> sizes(Random& random) {
 
 // Of a rank: the same for all, or parts.
 Contribution given(Random& random) {
-  const std::string bytes = random.text();
+  const std::string bytes = random.data();
   if (random.one_in(2)) {
     return Contribution(bytes);
   }
@@ -217,12 +229,12 @@ Payload word(uint32_t kind, uint64_t number, Random& random) {
   switch (kind) {
     case kGo: {
       const auto data = random.one_in(2) ? all_data(random) : Payload().put(0);
-      return Payload(Payload().put(static_cast<int64_t>(number)).bytes() + data.bytes());
+      return Payload().put(static_cast<int64_t>(number)).put(data);
     }
     case kGranted: {
       Payload words;
       put(words.put(static_cast<int64_t>(number)), other_end(number, random));
-      put_data(words, random.one_in(2) ? std::optional(random.text()) : std::nullopt);
+      put_data(words, random.one_in(2) ? std::optional<SharedBytes>(random.data()) : std::nullopt);
       return words;
     }
     case kDelivering:
@@ -295,8 +307,10 @@ void a_coordinator_takes_anything() {
                                               : random.one_in(2) ? kPosting
                                                                  : 14 + random.below(33));
       const bool is_changed = random.one_in(4);
-      const std::string bytes = sentence(kind, seq[r], number[r], random).bytes();
-      Payload words(is_changed ? changed(bytes, random) : bytes);
+      Payload words = sentence(kind, seq[r], number[r], random);
+      if (is_changed) {
+        words = changed(words, random);
+      }
       try {
         coordinator.hear(rank, kind, words);
         ++taken;
@@ -322,7 +336,7 @@ void a_coordinator_takes_anything() {
 Payload of_host(int first, uint64_t seq, Random& random) {
   Payload all;
   for (int rank = first; rank < first + (random.one_in(9) ? 1 : 2); ++rank) {
-    all.put(sentence(kCalling, seq + random.one_in(9), 1, random).bytes());
+    all.put(sentence(kCalling, seq + random.one_in(9), 1, random));
   }
   return all;
 }
@@ -346,7 +360,7 @@ void a_leader_takes_anything() {
     for (int i = 0; i < 200; ++i) {
       const bool is_changed = random.one_in(4);
       const auto words_of = [&](const Payload& words) {
-        return Payload(is_changed ? changed(words.bytes(), random) : words.bytes());
+        return is_changed ? changed(words, random) : words;
       };
       try {
         if (random.one_in(3)) {
@@ -418,8 +432,10 @@ void a_rank_takes_anything() {
       const auto last = kind == kGo ? called : posted;
       const auto number = last - static_cast<uint64_t>(random.below(4));
       const bool is_changed = random.one_in(4);
-      const std::string bytes = word(kind, number, random).bytes();
-      Payload words(is_changed ? changed(bytes, random) : bytes);
+      Payload words = word(kind, number, random);
+      if (is_changed) {
+        words = changed(words, random);
+      }
       try {
         rank.obey(kind, words);
         ++taken;
@@ -446,15 +462,14 @@ void words_are_taken_apart_or_refused() {
   const auto began = Clock::now();
   uint64_t refused = 0;
   while (is_time_left(began)) {
-    for (const auto& bytes :
-         {changed(sentence(kCalling, 1, 1, random).bytes(), random),
-          changed(sentence(kPosting, 1, 1, random).bytes(), random),
-          changed(all_data(random).bytes(), random),
-          changed(delivery(2, kSelf, 1, random).bytes(), random),
-          changed(encoded(End{ErrorKind::RankLost, {1}, "gone", kDataGrace}).bytes(), random),
-          random.text()}) {
+    for (const auto& said :
+         {changed(sentence(kCalling, 1, 1, random), random),
+          changed(sentence(kPosting, 1, 1, random), random), changed(all_data(random), random),
+          changed(delivery(2, kSelf, 1, random), random),
+          changed(encoded(End{ErrorKind::RankLost, {1}, "gone", kDataGrace}), random),
+          Payload(random.text())}) {
       for (int which = 0; which < 7; ++which) {
-        Payload words(bytes);
+        Payload words = said;
         try {
           if (which == 0) {
             const auto called = take_fingerprint(words);
@@ -492,7 +507,7 @@ void words_are_taken_apart_or_refused() {
 void a_line_takes_anything() {
   Random random(seed() + 2);
   const auto began = Clock::now();
-  constexpr size_t kLimit = 4096;
+  constexpr size_t kLimit = 8192;
   uint64_t heard = 0, ended = 0;
   while (is_time_left(began)) {
     int ends[2];
@@ -504,13 +519,18 @@ void a_line_takes_anything() {
     bool stays = true;
     for (int i = 0; stays && i < 50; ++i) {
       std::string bytes;
-      const auto words = sentence(kCalling, 1, 1, random).bytes();
-      const auto length = static_cast<uint32_t>(
-          random.one_in(8) ? static_cast<uint32_t>(random.number()) : words.size());
-      const auto kind = static_cast<uint32_t>(random.below(40));
-      bytes.append(reinterpret_cast<const char*>(&length), sizeof(length));
-      bytes.append(reinterpret_cast<const char*>(&kind), sizeof(kind));
-      bytes += words;
+      const auto said = sentence(kCalling, 1, 1, random);
+      std::string attached;
+      for (const auto& piece : said.attached()) {
+        attached += piece;
+      }
+      const auto length = [&](size_t size) {
+        return random.one_in(8) ? static_cast<uint64_t>(random.number()) : size;
+      };
+      const Heading heading{static_cast<uint32_t>(length(said.words().size())),
+                            static_cast<uint32_t>(random.below(40)), length(attached.size())};
+      bytes.append(reinterpret_cast<const char*>(&heading), sizeof(heading));
+      bytes += said.words() + attached;
       if (random.one_in(6)) {
         bytes = changed(bytes, random);
       }
@@ -520,7 +540,11 @@ void a_line_takes_anything() {
       }
       stays = line.listen(kLimit);
       while (auto frame = line.next()) {
-        CHECK(frame->words.bytes().size() <= kLimit + bytes.size());
+        size_t size = frame->words.words().size();
+        for (const auto& piece : frame->words.attached()) {
+          size += piece.size();
+        }
+        CHECK(size <= kLimit);
         ++heard;
       }
     }

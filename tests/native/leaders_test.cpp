@@ -254,7 +254,7 @@ Roster roster_of(int rank, const std::vector<std::string>& machines) {
 }
 
 Payload calling(uint64_t seq, const Fingerprint& called, const std::optional<std::string>& data) {
-  return encoded(Calling{called, data ? std::optional<Contribution>(*data) : std::nullopt, seq});
+  return encoded(Calling{called, data ? std::optional(Contribution(*data)) : std::nullopt, seq});
 }
 
 struct Said {
@@ -269,7 +269,7 @@ class Leader {
   Leader(int rank, const std::vector<std::string>& machines)
       : roster_(roster_of(rank, machines)),
         relay_(roster_, [this](int to, Says kind, const Payload& words) {
-          said_.push_back({to, kind, words.bytes()});
+          said_.push_back({to, kind, words.words()});
         }) {}
 
   Relay& operator*() {
@@ -288,7 +288,7 @@ class Leader {
 Payload together(const std::vector<Payload>& calls) {
   Payload all;
   for (const auto& call : calls) {
-    all.put(call.bytes());
+    all.put(call);
   }
   return all;
 }
@@ -304,7 +304,7 @@ void a_leader_passes_on_what_its_host_calls() {
     (*leader).hear_call(5 - first, call(5 - first));
     // Not to rank 0, which has heard each of them.
     CHECK(
-        (leader.said() == std::vector<Said>{{4, kRelaying, together({call(2), call(3)}).bytes()}}));
+        (leader.said() == std::vector<Said>{{4, kRelaying, together({call(2), call(3)}).words()}}));
     auto of_c = together({call(4), call(5)}), of_a = together({call(0), call(1)});
     (*leader).hear_calls(4, of_c);
     CHECK(leader.said().empty());
@@ -312,7 +312,7 @@ void a_leader_passes_on_what_its_host_calls() {
     Payload go;
     go.put(1);
     put_all(go, all_data(1, 6));
-    CHECK((leader.said() == std::vector<Said>{{2, kGo, go.bytes()}, {3, kGo, go.bytes()}}));
+    CHECK((leader.said() == std::vector<Said>{{2, kGo, go.words()}, {3, kGo, go.words()}}));
     // What comes twice, or late, is nothing new.
     (*leader).hear_call(3, call(3));
     CHECK(leader.said().empty());
@@ -328,8 +328,7 @@ void a_leader_passes_on_what_is_for_each_host() {
   CHECK(passed_on.size() == 1 && passed_on[0].rank == 4 && passed_on[0].kind == kRelaying);
   Payload all(passed_on[0].words);
   for (const int from : {2, 3}) {
-    Payload words(all.text());
-    const auto passed = take_call(words, 6, 3);
+    const auto passed = take_call(all, 6, 3);
     for (int to = 0; to < 6; ++to) {
       CHECK(passed.data->of(to) == (to >= 4 ? part_of(1, from, to) : ""));
     }
@@ -344,7 +343,7 @@ void a_leader_passes_on_what_is_for_each_host() {
       parts.emplace_back(part_of(1, from, to));
     }
     Payload go;
-    expected.push_back({to, kGo, put_all_of(go.put(1), parts, to).bytes()});
+    expected.push_back({to, kGo, put_all_of(go.put(1), parts, to).words()});
   }
   CHECK(leader.said() == expected);
 }
@@ -354,7 +353,7 @@ void rank_0_passes_on_and_lets_the_coordinator_say_the_rest() {
   Leader leader(0, kThree);
   (*leader).hear_call(0, call(0));
   (*leader).hear_call(1, call(1));
-  const auto all = together({call(0), call(1)}).bytes();
+  const auto all = together({call(0), call(1)}).words();
   CHECK((leader.said() == std::vector<Said>{{2, kRelaying, all}, {4, kRelaying, all}}));
 }
 
@@ -429,7 +428,7 @@ class Root {
   explicit Root(const std::vector<std::string>& machines)
       : roster_(roster_of(0, machines)),
         coordinator_(roster_, [this](int to, Says kind, const Payload& words) {
-          said_.push_back({to, kind, words.bytes()});
+          said_.push_back({to, kind, words.words()});
         }) {}
 
   void hear(int rank, Says kind, Payload words) {

@@ -63,7 +63,7 @@ class Door {
   const Deadline deadline_{kLong, [] {}};
 };
 
-// Sentences of any length, over a socket that takes little at a time.
+// Sentences of any length, and as much data, over a socket that takes little at a time.
 void what_a_connection_does_not_take_is_kept() {
   std::array<int, 2> ends{};
   CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends.data()) == 0);
@@ -78,18 +78,22 @@ void what_a_connection_does_not_take_is_kept() {
   const auto words = [&](uint32_t i) {
     return std::string(length(i), static_cast<char>('a' + i % 26));
   };
+  // One that ends otherwise than it begins.
+  const auto data = [&](uint32_t i) { return words(i / 2) + std::string(i % 4 * 9'000, 'z'); };
   constexpr uint32_t kSentences = 30;
   uint32_t heard = 0;
   bool was_kept = false;
   const auto hear = [&] {
     CHECK(listener.listen(1'000'000));
-    while (const auto said = listener.next()) {
-      CHECK(said->kind == heard && said->words.bytes() == words(heard));
+    while (auto said = listener.next()) {
+      CHECK(said->kind == heard && said->words.text() == words(heard));
+      CHECK(said->words.data() == data(heard) && said->words.data() == data(heard + 1));
+      CHECK(said->words.number() == 7);
       ++heard;
     }
   };
   for (uint32_t i = 0; i < kSentences; ++i) {
-    speaker.say(i, Payload(words(i)));
+    speaker.say(i, Payload().put(words(i)).put_data(data(i)).put_data(data(i + 1)).put(7));
     was_kept |= speaker.has_unsent();
     if (i % 5 == 0) {
       hear();
@@ -119,12 +123,12 @@ std::vector<Connection> welcomed(Store& store, const std::vector<bool>& near,
     welcome.put(is_near ? network : "not " + network);
   }
   const auto framed = [](uint32_t kind, const std::string& bytes) {
-    const std::array<uint32_t, 2> heading{static_cast<uint32_t>(bytes.size()), kind};
-    return std::string(reinterpret_cast<const char*>(heading.data()), sizeof(heading)) + bytes;
+    const Heading heading{static_cast<uint32_t>(bytes.size()), kind, 0};
+    return std::string(reinterpret_cast<const char*>(&heading), sizeof(heading)) + bytes;
   };
-  std::string all = framed(kWelcome, welcome.bytes());
+  std::string all = framed(kWelcome, welcome.words());
   for (const auto& [kind, words] : said) {
-    all += framed(kind, words.bytes());
+    all += framed(kind, words.words());
   }
   CHECK(::send(line.fd(), all.data(), all.size(), 0) == static_cast<ssize_t>(all.size()));
   std::vector<Connection> lines;

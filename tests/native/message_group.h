@@ -141,7 +141,7 @@ class Group {
               },
               [&group, rank](Says kind, const Payload& words) {
                 CHECK(kind == kDelivering || kind == kTaken);
-                Payload way(words.bytes());
+                Payload way = words;
                 const auto [from, to] = take_way(way, size());
                 CHECK(from == rank);
                 group.say(by_leaders(from, to), kind, words);
@@ -154,7 +154,7 @@ class Group {
   };
 
   void say(const Route& route, Says kind, const Payload& words) {
-    routes_[route].emplace_back(kind, Payload(words.bytes()));
+    routes_[route].emplace_back(kind, words);
   }
   static void go_on(Rank& rank) {
     rank.participant.tell_news();
@@ -175,7 +175,7 @@ class Group {
                   }};
     call.receive = [&](uint64_t peer, const auto& data) {
       ++ending.ends;
-      ending.data = data.front();
+      ending.data = std::string(data.front());
       ending.peer = static_cast<int>(peer);
     };
     auto& who = *ranks_[static_cast<size_t>(rank)];
@@ -190,7 +190,7 @@ class Group {
   std::vector<std::unique_ptr<Rank>> ranks_;
   Coordinator coordinator_{roster_, [this](int rank, Says kind, const Payload& words) {
                              if (rank == 0) {
-                               Payload own(words.bytes());
+                               Payload own = words;
                                ranks_[0]->participant.obey(kind, own);
                                ranks_[0]->participant.settle();
                              } else {

@@ -101,7 +101,7 @@ void what_rank_0_has_agreed_on_is_done_after_the_end() {
 
 // Rank 0 may hear of it later than a leader, and what is done must have begun.
 void what_came_with_the_calls_is_not_said_to_be_done() {
-  const auto says = [](const std::vector<std::string>& data) {
+  const auto says = [](const std::vector<SharedBytes>& data) {
     Waiting rank({"a", "b"}, true, /*is_long=*/true);
     CHECK((*rank).take_news().size() == 1);  // the call
     (*rank).go(1, data);
@@ -134,7 +134,7 @@ void lost_ranks_are_told_of_at_once() {
   };
   const auto over = [&](Kind kind, std::chrono::milliseconds grace) {
     return told([&](Participant& rank) {
-      Payload words(encoded({kind, {2}, "why", grace}).bytes());
+      Payload words = encoded({kind, {2}, "why", grace});
       rank.obey(kOver, words);
     });
   };
@@ -148,7 +148,7 @@ void lost_ranks_are_told_of_at_once() {
     Participant rank(
         roster, calls, [](Says, const Payload&) {}, [](Says, const Payload&) {}, [] {},
         [](const std::vector<int>&) { CHECK(false); });
-    Payload words(encoded({Kind::RankLost, {2, nobody}, "why", kDataGrace}).bytes());
+    Payload words = encoded({Kind::RankLost, {2, nobody}, "why", kDataGrace});
     bool is_refused = false;
     try {
       rank.obey(kOver, words);
@@ -171,14 +171,14 @@ void what_is_broken_is_told_where_rank_0_is_lost() {
     explicit Rank(int rank)
         : roster(roster_of(rank, {"a", "a", "b", "b", "b", "c"})),
           words(
-              roster, [this](int to, const Payload& seq) { said[to].push_back(seq.bytes()); },
+              roster, [this](int to, const Payload& seq) { said[to].push_back(seq.words()); },
               [this](uint64_t seq) { doomed.push_back(seq); }) {}
     const Roster roster;
     std::map<int, std::vector<std::string>> said;
     std::vector<uint64_t> doomed;
     LastWords words;
   };
-  const auto seven = std::vector{Payload().put(7).bytes()};
+  const auto seven = std::vector{Payload().put(7).words()};
   using Said = std::map<int, std::vector<std::string>>;
   const std::vector<Said> expected{
       {},                                                // rank 0's own words are a coordinator's
@@ -218,7 +218,7 @@ void data_that_is_no_messages_is_refused() {
   const auto take = [](bool sends, uint64_t bytes, size_t data) {
     Posted posted{.sends = sends, .peer = 0, .bytes = bytes};
     posted.data = std::string(data, 'x');
-    Payload words(encoded(posted).bytes());
+    Payload words = encoded(posted);
     take_posted(words);
   };
   CHECK(!is_refused([&] { take(true, 4, 4); }));
@@ -235,7 +235,7 @@ void data_that_is_no_messages_is_refused() {
     std::vector<std::string> received;
     OpenCall call{"recv", 0, kLong, [](uint64_t) { CHECK(false); }, [](const Failure&) {}};
     if (is_little) {
-      call.receive = [&](uint64_t, const auto& data) { received = data; };
+      call.receive = [&](uint64_t, const auto& data) { received.assign(data.begin(), data.end()); };
     }
     calls.enter_message({.peer = 2, .bytes = 4}, std::move(call));
     Payload words = Payload().put(1);

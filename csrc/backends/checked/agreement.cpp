@@ -108,7 +108,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
         std::move(message.fail)};
     if (message.receive) {
       call.receive = [receive = std::move(message.receive)](uint64_t peer,
-                                                            const std::vector<std::string>& data) {
+                                                            const std::vector<SharedBytes>& data) {
         receive(static_cast<int>(peer), data.front());
       };
     }

@@ -38,7 +38,7 @@ class Agreement {
     // What this rank contributes, where it is little: it travels with the call.
     std::optional<Contribution> data = std::nullopt;
     // Instead of `begin`, where all ranks gave their data: it is here, in the order of ranks.
-    std::function<void(uint64_t seq, const std::vector<std::string>& data)> receive = nullptr;
+    std::function<void(uint64_t seq, const std::vector<SharedBytes>& data)> receive = nullptr;
     // Its data is long on its way: ranks say when it is there, so that it fails at once where one
     // is lost in the middle of it.
     bool is_long = false;
@@ -58,10 +58,10 @@ class Agreement {
     // Instead of `begin`.
     std::function<void(const Failure&)> fail;
     // A send's, of most_with_words() at most: it may travel with what is said of it.
-    std::optional<std::string> data = std::nullopt;
+    std::optional<SharedBytes> data = std::nullopt;
     // Instead of `begin`, where the data did: here it is, or it has gone where this end sends. Of
     // every message of up to kLittleMessage bytes.
-    std::function<void(int peer, const std::string& data)> receive = nullptr;
+    std::function<void(int peer, std::string_view data)> receive = nullptr;
   };
 
   // Hears at once of ranks that are gone, where the agreement's work is done, but for those that

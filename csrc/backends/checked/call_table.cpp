@@ -59,7 +59,7 @@ void CallTable::add(Calls& calls, uint64_t seq, OpenCall call) {
   calls.emplace(seq, std::move(call));
 }
 
-void CallTable::go(uint64_t seq, std::vector<std::string> data) {
+void CallTable::go(uint64_t seq, std::vector<SharedBytes> data) {
   if (!end_) {
     if (auto waited = waiting_.extract(seq)) {
       running_.insert(std::move(waited));
@@ -84,7 +84,7 @@ void CallTable::go(uint64_t seq, std::vector<std::string> data) {
   agreed_ = std::max(agreed_, seq);
 }
 
-void CallTable::grant(uint64_t number, uint64_t peer, std::optional<std::string> data) {
+void CallTable::grant(uint64_t number, uint64_t peer, std::optional<SharedBytes> data) {
   const auto found = messages_.find(number);
   if (found == messages_.end() || end_) {
     return;

@@ -33,7 +33,7 @@ struct OpenCall {
   bool asked = false;                            // rank 0, what is the matter
   // Instead of `begin`, where all ranks' data came with the calls, or a message's with its other
   // end (of a send, nothing: it has gone). Both are taken out once all ranks have called it.
-  std::function<void(uint64_t, const std::vector<std::string>&)> receive;
+  std::function<void(uint64_t, const std::vector<SharedBytes>&)> receive;
   bool is_long = false;  // this rank says when it is done
 };
 
@@ -71,10 +71,10 @@ class CallTable {
     add(messages_, number, std::move(call));
   }
   // All ranks have called it: it runs, or is given their data where that has come.
-  void go(uint64_t seq, std::vector<std::string> data);
+  void go(uint64_t seq, std::vector<SharedBytes> data);
   // From here on the inner backend knows of the message, and of its end; or its data is here.
   // Throws std::runtime_error where there is nobody to receive that.
-  void grant(uint64_t number, uint64_t peer, std::optional<std::string> data);
+  void grant(uint64_t number, uint64_t peer, std::optional<SharedBytes> data);
   void deny_collective(uint64_t seq, ErrorKind kind, const Difference& why) {
     deny(waiting_, seq, kind, why);
   }

@@ -11,7 +11,7 @@ enum Form : int64_t { kNone, kWhole, kParts };
 
 }  // namespace
 
-Contribution::Contribution(std::string bytes, const std::vector<int64_t>& parts)
+Contribution::Contribution(SharedBytes bytes, const std::vector<int64_t>& parts)
     : bytes_(std::move(bytes)) {
   size_t end = 0;
   for (const int64_t part : parts) {
@@ -26,13 +26,13 @@ Contribution::Contribution(std::string bytes, const std::vector<int64_t>& parts)
   }
 }
 
-std::string_view Contribution::of(int rank) const {
+SharedBytes Contribution::of(int rank) const {
   if (!has_parts()) {
     return bytes_;
   }
   const auto r = static_cast<size_t>(rank);
   const size_t begin = r == 0 ? 0 : ends_[r - 1];
-  return std::string_view(bytes_).substr(begin, ends_[r] - begin);
+  return bytes_.part(begin, ends_[r] - begin);
 }
 
 Contribution Contribution::of(const std::vector<int>& ranks) const {
@@ -44,20 +44,21 @@ Contribution Contribution::of(const std::vector<int>& ranks) const {
   for (const int rank : ranks) {
     some.ends_[static_cast<size_t>(rank)] = of(rank).size();
   }
-  size_t end = 0;
+  std::string bytes;
   for (size_t rank = 0; rank < ends_.size(); ++rank) {
     if (some.ends_[rank] != 0) {
-      some.bytes_ += of(static_cast<int>(rank));
+      bytes += of(static_cast<int>(rank));
     }
-    some.ends_[rank] = end += some.ends_[rank];
+    some.ends_[rank] = bytes.size();
   }
+  some.bytes_ = std::move(bytes);
   return some;
 }
 
 // Parts of one size are often next to each other: so many ranks, and what each has.
 Payload& put(Payload& words, const Contribution& contribution) {
   if (!contribution.has_parts()) {
-    return words.put(kWhole).put(contribution.bytes_);
+    return words.put(kWhole).put_data(contribution.bytes_);
   }
   std::vector<int64_t> runs;
   size_t begin = 0;
@@ -69,7 +70,7 @@ Payload& put(Payload& words, const Contribution& contribution) {
     ++*(runs.end() - 2);
     begin = end;
   }
-  return words.put(kParts).put(runs).put(contribution.bytes_);
+  return words.put(kParts).put(runs).put_data(contribution.bytes_);
 }
 
 Payload& put(Payload& words, const std::optional<Contribution>& contribution) {
@@ -81,7 +82,7 @@ std::optional<Contribution> take_contribution(Payload& words, int ranks) {
     case kNone:
       return std::nullopt;
     case kWhole:
-      return Contribution(words.text());
+      return Contribution(words.data());
     case kParts: {
       const auto runs = words.numbers();
       std::vector<int64_t> parts;
@@ -95,7 +96,7 @@ std::optional<Contribution> take_contribution(Payload& words, int ranks) {
       if (parts.size() != static_cast<size_t>(ranks) || runs.size() % 2 != 0) {
         throw std::runtime_error("parts of another group");
       }
-      return Contribution(words.text(), parts);
+      return Contribution(words.data(), parts);
     }
     default:
       throw std::runtime_error("a contribution of an unknown form");
@@ -103,26 +104,21 @@ std::optional<Contribution> take_contribution(Payload& words, int ranks) {
 }
 
 Payload& put_all_of(Payload& words, const std::vector<Contribution>& all, int rank) {
-  size_t bytes = sizeof(int64_t);
-  for (const auto& one : all) {
-    bytes += sizeof(int64_t) + one.of(rank).size();
-  }
-  words.reserve(bytes);
   words.put(static_cast<int64_t>(all.size()));
   for (const auto& one : all) {
-    words.put(one.of(rank));
+    words.put_data(one.of(rank));
   }
   return words;
 }
 
-std::vector<std::string> take_all(Payload& words, int ranks) {
+std::vector<SharedBytes> take_all(Payload& words, int ranks) {
   const auto count = words.number();
   if (count != 0 && count != ranks) {
     throw std::runtime_error("data of another group");
   }
-  std::vector<std::string> data;
+  std::vector<SharedBytes> data;
   for (int64_t i = 0; i < count; ++i) {
-    data.push_back(words.text());
+    data.push_back(words.data());
   }
   return data;
 }

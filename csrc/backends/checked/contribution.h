@@ -11,7 +11,8 @@
 #include <vector>
 
 #include "base/types.h"
-#include "control/connection.h"
+#include "control/payload.h"
+#include "control/shared_bytes.h"
 
 namespace c10d_ext {
 
@@ -19,10 +20,10 @@ namespace c10d_ext {
 class Contribution {
  public:
   Contribution() = default;
-  explicit Contribution(std::string bytes) : bytes_(std::move(bytes)) {}
+  explicit Contribution(SharedBytes bytes) : bytes_(std::move(bytes)) {}
   // Of so many bytes for each rank, one after the other. Throws std::runtime_error where they are
   // not what there is.
-  Contribution(std::string bytes, const std::vector<int64_t>& parts);
+  Contribution(SharedBytes bytes, const std::vector<int64_t>& parts);
 
   bool has_parts() const {
     return !ends_.empty();
@@ -31,7 +32,7 @@ class Contribution {
     return bytes_.size();
   }
   // What there is for a rank.
-  std::string_view of(int rank) const;
+  SharedBytes of(int rank) const;
   // What is passed on where there are these ranks alone: of parts theirs, and of the others
   // nothing.
   Contribution of(const std::vector<int>& ranks) const;
@@ -39,7 +40,7 @@ class Contribution {
  private:
   friend Payload& put(Payload& words, const Contribution& contribution);
 
-  std::string bytes_;
+  SharedBytes bytes_;
   std::vector<size_t> ends_;  // of the parts
 };
 
@@ -50,7 +51,7 @@ std::optional<Contribution> take_contribution(Payload& words, int ranks);
 
 // What a rank is to have of all contributions; of none where not all ranks gave theirs.
 Payload& put_all_of(Payload& words, const std::vector<Contribution>& all, int rank);
-std::vector<std::string> take_all(Payload& words, int ranks);
+std::vector<SharedBytes> take_all(Payload& words, int ranks);
 
 // So many bytes of all ranks together travel with calls at most, whatever is set.
 constexpr size_t kMostData = 262144;

@@ -28,7 +28,7 @@ class Deliveries {
   struct Received {
     uint64_t number;
     int from;
-    std::string data;
+    SharedBytes data;
   };
   // Which message of which rank.
   using Send = std::pair<int, uint64_t>;

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/types.h"
+#include "control/shared_bytes.h"
 
 namespace c10d_ext {
 
@@ -28,7 +29,7 @@ struct Posted {
   uint64_t bytes = 0;
   DType dtype = DType::Bytes;
   // Of a send, where it is little: it travels with what is said of it.
-  std::optional<std::string> data = std::nullopt;
+  std::optional<SharedBytes> data = std::nullopt;
   Delivered delivered = Delivered::Nothing;  // of a send
   // Of a receive that waits: who is to send to it knows of it.
   bool is_wanted = false;

@@ -6,7 +6,7 @@
 #include <optional>
 
 #include "backends/checked/protocol.h"
-#include "control/connection.h"
+#include "control/payload.h"
 
 namespace c10d_ext {
 

@@ -167,7 +167,7 @@ std::vector<News> OpenCalls::take_news() {
   const std::lock_guard lock(mutex_);
   for (const auto& one : news_) {
     if (one.wanted_by) {
-      table_.grant(one.seq, static_cast<uint64_t>(*one.wanted_by), std::string());
+      table_.grant(one.seq, static_cast<uint64_t>(*one.wanted_by), SharedBytes());
     }
   }
   return std::exchange(news_, {});
@@ -190,7 +190,7 @@ OpenCalls::Late OpenCalls::take_late(Clock::time_point now,
   return late;
 }
 
-void OpenCalls::go(uint64_t seq, std::vector<std::string> data) {
+void OpenCalls::go(uint64_t seq, std::vector<SharedBytes> data) {
   const std::lock_guard lock(mutex_);
   table_.go(seq, std::move(data));
 }

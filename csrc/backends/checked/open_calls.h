@@ -88,7 +88,7 @@ class OpenCalls {
   bool break_off(uint64_t seq);
   // `is_root_stopped` is asked where something is late.
   Late take_late(Clock::time_point now, const std::function<bool()>& is_root_stopped);
-  void go(uint64_t seq, std::vector<std::string> data);
+  void go(uint64_t seq, std::vector<SharedBytes> data);
   void take_answer(Asked asked, Difference who);
   // Somebody says something about messages.
   void hear_of_messages(const std::function<void(OwnMessages&)>& what);

@@ -46,7 +46,7 @@ News OwnMessages::post(Posted posted) {
   return news;
 }
 
-void OwnMessages::grant(uint64_t number, const OtherEnd& other, std::optional<std::string> data) {
+void OwnMessages::grant(uint64_t number, const OtherEnd& other, std::optional<SharedBytes> data) {
   sent_.settle(number);
   if (deliveries_.grant(number, other)) {
     granted_.push_back({number, other.rank, std::move(data)});
@@ -60,13 +60,13 @@ void OwnMessages::deny(uint64_t number, const OtherEnd& other) {
 
 void OwnMessages::want(const Posted& receive) {
   if (const auto over = sent_.want(receive)) {
-    granted_.push_back({*over, receive.rank, std::string()});
+    granted_.push_back({*over, receive.rank, SharedBytes()});
   }
 }
 
 void OwnMessages::take(int from, uint64_t number) {
   if (sent_.is_to(from, number)) {
-    granted_.push_back({number, from, std::string()});
+    granted_.push_back({number, from, SharedBytes()});
   }
 }
 

@@ -26,7 +26,7 @@ class OwnMessages {
   struct Granted {
     uint64_t number;
     int peer;
-    std::optional<std::string> data;
+    std::optional<SharedBytes> data;
   };
 
   // `roster` outlives this.
@@ -44,7 +44,7 @@ class OwnMessages {
 
   // --- What rank 0 says, or a leader ------------------------------------------------------------
 
-  void grant(uint64_t number, const OtherEnd& other, std::optional<std::string> data);
+  void grant(uint64_t number, const OtherEnd& other, std::optional<SharedBytes> data);
   void deny(uint64_t number, const OtherEnd& other);
   // A receive of another rank waits for a message of this one, or does so no longer.
   void want(const Posted& receive);

@@ -25,7 +25,7 @@ void check_size(bool fits) {
 }
 
 // Each rank's row of `out`.
-void receive_rows(const at::Tensor& out, const std::vector<std::string>& data) {
+void receive_rows(const at::Tensor& out, const std::vector<SharedBytes>& data) {
   const size_t row = out.nbytes() / data.size();
   auto* to = static_cast<char*>(out.mutable_data_ptr());
   for (const auto& one : data) {
@@ -36,7 +36,7 @@ void receive_rows(const at::Tensor& out, const std::vector<std::string>& data) {
 }
 
 void receive_of_root(const InnerCollective& what, bool is_root,
-                     const std::vector<std::string>& data) {
+                     const std::vector<SharedBytes>& data) {
   const auto& sent = data[static_cast<size_t>(what.root)];
   check_size(sent.size() == what.out.nbytes());
   if (!is_root) {
@@ -53,7 +53,7 @@ Contribution parts_of(const InnerCollective& what) {
   return {bytes_in(what.source), parts};
 }
 
-void receive_parts(const InnerCollective& what, const std::vector<std::string>& data) {
+void receive_parts(const InnerCollective& what, const std::vector<SharedBytes>& data) {
   const size_t element = what.out.itemsize();
   auto* to = static_cast<char*>(what.out.mutable_data_ptr());
   for (size_t from = 0; from < data.size(); ++from) {

@@ -22,7 +22,7 @@ struct Piggyback {
   Contribution data;
   // Makes the result of what all ranks contribute, in their order. Throws where that has another
   // size than this rank expects.
-  std::function<void(const std::vector<std::string>& data)> receive;
+  std::function<void(const std::vector<SharedBytes>& data)> receive;
 };
 
 // What is little, in bytes of all ranks together, unless the user says otherwise. Who has heard of

@@ -35,14 +35,14 @@ void PostedMessages::add(const Posted& posted) {
   const Posted& receive = posted.sends ? *other : posted;
   if (send.bytes == receive.bytes && send.dtype == receive.dtype) {
     const auto grant = [this](const Posted& to, const OtherEnd& other,
-                              const std::optional<std::string>& data) {
+                              const std::optional<SharedBytes>& data) {
       Payload words;
       put(words.put(static_cast<int64_t>(to.number)), other);
       put_data(words, data);
       tell_(to.rank, kGranted, words);
     };
     const bool has_gone = send.data || send.delivered == Delivered::Data;
-    grant(send, end_of(receive), has_gone ? std::optional(std::string()) : std::nullopt);
+    grant(send, end_of(receive), has_gone ? std::optional(SharedBytes()) : std::nullopt);
     grant(receive, end_of(send), send.data);
     return;
   }

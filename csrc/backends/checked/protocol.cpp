@@ -91,15 +91,15 @@ void tell_go(uint64_t seq, const std::vector<Contribution>& data, const std::vec
   }
 }
 
-void put_data(Payload& words, const std::optional<std::string>& data) {
+void put_data(Payload& words, const std::optional<SharedBytes>& data) {
   words.put(data ? 1 : 0);
   if (data) {
-    words.put(*data);
+    words.put_data(*data);
   }
 }
 
-std::optional<std::string> take_data(Payload& words) {
-  return within(words.number(), 0, 1) != 0 ? std::optional(words.text()) : std::nullopt;
+std::optional<SharedBytes> take_data(Payload& words) {
+  return within(words.number(), 0, 1) != 0 ? std::optional(words.data()) : std::nullopt;
 }
 
 namespace {
@@ -158,7 +158,6 @@ Posted take_wanted(Payload& words, int sender, int ranks) {
 
 Payload encoded_delivery(const Posted& send) {
   Payload words;
-  words.reserve(send.bytes + 128);
   words.put(send.rank).put(send.peer);
   put_posted(words, send);
   return words.put(static_cast<int64_t>(send.number));

@@ -73,7 +73,8 @@
 #include "backends/checked/matching.h"
 #include "base/errors.h"
 #include "base/fingerprint.h"
-#include "control/connection.h"
+#include "control/payload.h"
+#include "control/shared_bytes.h"
 
 namespace c10d_ext {
 
@@ -146,8 +147,8 @@ void tell_go(uint64_t seq, const std::vector<Contribution>& data, const std::vec
              const std::function<void(int rank, Says kind, const Payload& words)>& tell);
 
 // The data that travels with a message, where it does.
-void put_data(Payload& words, const std::optional<std::string>& data);
-std::optional<std::string> take_data(Payload& words);
+void put_data(Payload& words, const std::optional<SharedBytes>& data);
+std::optional<SharedBytes> take_data(Payload& words);
 // So many bytes of a message travel with what is said of it at most: they go by rank 0, or leaders.
 constexpr size_t kLittleMessage = 262144;
 // By rank 0 where neither end is on its host, so that they go from host to host twice.

@@ -49,7 +49,7 @@ void Relay::pass_on(const Collective& collective) const {
     Payload all;
     for (const int rank : roster_.own_host()) {
       const Calling& call = collective.calls.at(rank);
-      all.put(encoded(Calling{call.called, call.data->of(ranks), call.seq}).bytes());
+      all.put(encoded(Calling{call.called, call.data->of(ranks), call.seq}));
     }
     return all;
   };
@@ -78,8 +78,7 @@ void Relay::hear_calls(int leader, Payload& words) {
   std::optional<uint64_t> seq;
   std::map<int, Calling> calls;
   for (const int rank : *host) {
-    Payload said(words.text());
-    Calling call = take_call(said, roster_.place().size, roster_.hosts().size());
+    Calling call = take_call(words, roster_.place().size, roster_.hosts().size());
     if (!call.data || call.seq != seq.value_or(call.seq)) {
       throw std::runtime_error("calls that do not belong together");
     }
@@ -93,7 +92,7 @@ void Relay::hear_calls(int leader, Payload& words) {
 }
 
 void Relay::hear_of_message(int rank, Says kind, const Payload& words) {
-  Payload copy(words.bytes().substr(0, 2 * sizeof(int64_t)));
+  Payload copy = words;
   const auto [from, to] = take_way(copy, roster_.place().size);
   const int own = roster_.place().rank, away = roster_.leader_of(from);
   const bool is_own = rank == from && away == own, is_for_own = roster_.leader_of(to) == own;

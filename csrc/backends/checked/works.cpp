@@ -137,7 +137,7 @@ class AgreedWork final : public SignalledWork {
   }
 
   // All ranks have called it, and their data is here.
-  void receive(const Piggyback& piggyback, const std::vector<std::string>& data, uint64_t seq) {
+  void receive(const Piggyback& piggyback, const std::vector<SharedBytes>& data, uint64_t seq) {
     state_.start();
     auto span = ProfilerSpan::open(inner_.name, op());
     if (span) {
@@ -365,7 +365,7 @@ bool says_it_all(const std::exception_ptr& error) {
 }
 
 // What has come of a message.
-void write(const at::Tensor& tensor, const std::string& data) {
+void write(const at::Tensor& tensor, std::string_view data) {
   TORCH_CHECK_WITH(DistBackendError, data.size() == tensor.nbytes(), "the message must have ",
                    tensor.nbytes(), " bytes, got ", data.size());
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -451,7 +451,7 @@ StartedMessage start_granted(const std::shared_ptr<Agreement>& agreement, const 
   };
   if (end.bytes <= kLittleMessage) {
     end.receive = [work, inner, op = name_of(message), sends = message.sends, wire = call.wire](
-                      int peer, const std::string& data) {
+                      int peer, std::string_view data) {
       auto span = ProfilerSpan::open(inner.name, op);
       if (span) {
         span->begin();
@@ -470,7 +470,7 @@ StartedMessage start_granted(const std::shared_ptr<Agreement>& agreement, const 
     };
     const size_t most = std::min(call.most, agreement->most_with_words(end.peer));
     if (message.sends && end.bytes <= most && call.wire.is_contiguous()) {
-      end.data.emplace(static_cast<const char*>(call.wire.const_data_ptr()), end.bytes);
+      end.data = std::string(static_cast<const char*>(call.wire.const_data_ptr()), end.bytes);
     }
   }
   work->number(agreement->post(std::move(end)));

@@ -1,0 +1,53 @@
+#pragma once
+
+// Sentences as they go over a connection: how long the words are, which kind they are of, how much
+// is attached to them; then the words, and what is attached. No torch in here.
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "control/payload.h"
+
+namespace c10d_ext {
+
+struct Frame {
+  uint32_t kind;
+  Payload words;
+};
+
+// Before the words.
+struct Heading {
+  uint32_t words;
+  uint32_t kind;
+  uint64_t attached;
+};
+
+// Makes sentences of what comes.
+class FrameReader {
+ public:
+  // Where the next bytes belong that are attached to a sentence: nowhere, if none is to come.
+  std::pair<char*, size_t> attached_room();
+  // So many have come there.
+  void take_attached(size_t count);
+  // Others have. False: a sentence is longer than `limit`.
+  bool take(std::string_view bytes, size_t limit);
+
+  std::optional<Frame> next();
+
+ private:
+  // Of the sentence that is being read.
+  std::string heading_, words_;
+  Heading lengths_{};
+  std::shared_ptr<char[]> attached_;
+  size_t has_attached_ = 0;
+
+  std::deque<Frame> frames_;
+};
+
+}  // namespace c10d_ext

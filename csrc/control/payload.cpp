@@ -1,0 +1,97 @@
+#include "control/payload.h"
+
+#include <cstring>
+#include <stdexcept>
+
+namespace c10d_ext {
+
+namespace {
+
+// So much data is attached: what is less is copied in less time than it takes to pass on.
+constexpr size_t kMuch = 4096;
+
+}  // namespace
+
+Payload& Payload::put(int64_t number) {
+  words_.append(reinterpret_cast<const char*>(&number), sizeof(number));
+  return *this;
+}
+
+Payload& Payload::put(std::string_view text) {
+  put(static_cast<int64_t>(text.size()));
+  words_ += text;
+  return *this;
+}
+
+Payload& Payload::put_data(const SharedBytes& data) {
+  if (data.size() < kMuch) {
+    return put(std::string_view(data));
+  }
+  put(static_cast<int64_t>(data.size()));
+  attach(data);
+  return *this;
+}
+
+Payload& Payload::put(const Payload& other) {
+  words_ += other.words_;
+  attached_.insert(attached_.end(), other.attached_.begin(), other.attached_.end());
+  return *this;
+}
+
+void Payload::attach(SharedBytes data) {
+  if (!data.empty()) {
+    attached_.push_back(std::move(data));
+  }
+}
+
+void Payload::refuse() {
+  throw std::runtime_error("a sentence is too short");
+}
+
+int64_t Payload::number() {
+  int64_t number = 0;
+  if (left() < sizeof(number)) {
+    refuse();
+  }
+  std::memcpy(&number, words_.data() + at_, sizeof(number));
+  at_ += sizeof(number);
+  return number;
+}
+
+size_t Payload::size() {
+  const int64_t size = number();
+  if (size < 0) {
+    refuse();
+  }
+  return static_cast<size_t>(size);
+}
+
+std::string Payload::text() {
+  const size_t count = size();
+  if (count > left()) {
+    refuse();
+  }
+  std::string text = words_.substr(at_, count);
+  at_ += count;
+  return text;
+}
+
+SharedBytes Payload::data() {
+  const size_t begin = at_, count = size();
+  if (count < kMuch) {
+    at_ = begin;
+    return text();
+  }
+  if (piece_ == attached_.size() || count > attached_[piece_].size() - at_of_piece_) {
+    refuse();
+  }
+  const SharedBytes data = attached_[piece_].part(at_of_piece_, count);
+  at_of_piece_ += count;
+  if (at_of_piece_ == attached_[piece_].size()) {
+    ++piece_;
+    at_of_piece_ = 0;
+  }
+  return data;
+}
+
+}  // namespace c10d_ext

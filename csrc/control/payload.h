@@ -1,0 +1,78 @@
+#pragma once
+
+// What ranks say to each other over a connection. No torch in here.
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "control/shared_bytes.h"
+
+namespace c10d_ext {
+
+// Numbers, texts and data, in the order in which they are taken out again. Much data is not among
+// the words, but attached to them, and passed on from rank to rank without a copy.
+class Payload {
+ public:
+  Payload() = default;
+  explicit Payload(std::string words, SharedBytes attached = {}) : words_(std::move(words)) {
+    attach(std::move(attached));
+  }
+
+  Payload& put(int64_t number);
+  Payload& put(std::string_view text);
+  Payload& put_data(const SharedBytes& data);
+  // All that the other one is made of.
+  Payload& put(const Payload& other);
+  template <class Number>
+  Payload& put(const std::vector<Number>& numbers) {
+    put(static_cast<int64_t>(numbers.size()));
+    for (const Number number : numbers) {
+      put(static_cast<int64_t>(number));
+    }
+    return *this;
+  }
+
+  // Throw std::runtime_error where there is no such thing left.
+  int64_t number();
+  std::string text();
+  SharedBytes data();
+  template <class Number = int64_t>
+  std::vector<Number> numbers() {
+    const auto count = size();
+    if (count > left()) {
+      refuse();
+    }
+    std::vector<Number> all;
+    for (size_t i = 0; i < count; ++i) {
+      all.push_back(static_cast<Number>(number()));
+    }
+    return all;
+  }
+
+  const std::string& words() const {
+    return words_;
+  }
+  const std::vector<SharedBytes>& attached() const {
+    return attached_;
+  }
+
+ private:
+  void attach(SharedBytes data);
+  // A length.
+  size_t size();
+  size_t left() const {
+    return words_.size() - at_;
+  }
+  [[noreturn]] static void refuse();
+
+  std::string words_;
+  std::vector<SharedBytes> attached_;
+  // What is taken out next: of the words, and of what is attached.
+  size_t at_ = 0, piece_ = 0, at_of_piece_ = 0;
+};
+
+}  // namespace c10d_ext

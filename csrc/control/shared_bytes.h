@@ -1,0 +1,53 @@
+#pragma once
+
+// Bytes that are passed on without a copy. No torch in here.
+
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+
+namespace c10d_ext {
+
+// Of a part of some bytes that never change. Who holds a part holds them all.
+class SharedBytes {
+ public:
+  SharedBytes() = default;
+  SharedBytes(std::string bytes) {  // NOLINT(google-explicit-constructor)
+    const auto all = std::make_shared<const std::string>(std::move(bytes));
+    first_ = {all, all->data()};
+    size_ = all->size();
+  }
+  SharedBytes(const char* text)  // NOLINT(google-explicit-constructor)
+      : SharedBytes(std::string(text)) {}
+  SharedBytes(std::shared_ptr<const char> first, size_t size)
+      : first_(std::move(first)), size_(size) {}
+
+  const char* data() const {
+    return first_.get();
+  }
+  size_t size() const {
+    return size_;
+  }
+  bool empty() const {
+    return size_ == 0;
+  }
+  operator std::string_view() const {  // NOLINT(google-explicit-constructor)
+    return {data(), size_};
+  }
+  // From there on, and not more than there is.
+  SharedBytes part(size_t from, size_t count) const {
+    return {std::shared_ptr<const char>(first_, data() + from), count};
+  }
+
+  friend bool operator==(const SharedBytes& a, std::string_view b) {
+    return std::string_view(a) == b;
+  }
+
+ private:
+  std::shared_ptr<const char> first_;
+  size_t size_ = 0;
+};
+
+}  // namespace c10d_ext
