@@ -315,8 +315,8 @@ def _predicted(model: Topology, case: dict[str, Any], ranks: int) -> float:
     """Of the algorithm that is used."""
     name, size = case["collective"], case["size"]
     times = model.times(OPS.get(name, name), ranks, size)
-    whole = name == "all_reduce" and size <= _C.SMALL_ON_RAILS
-    algorithm = "piggyback" if "piggyback" in times else "whole" if whole else "rails"
+    little = name == "all_reduce" and size <= _C.ALL_REDUCE_BY_LEADERS
+    algorithm = "piggyback" if "piggyback" in times else "leaders" if little else "rails"
     if algorithm not in times:
         algorithm = "flat"
     return times[algorithm]

@@ -957,7 +957,13 @@ def test_steps_take_time_beside_their_data() -> None:
         before, after = HOSTS.times(op, 16, 1 << 20), slow.times(op, 16, 1 << 20)
         assert after["rails"] == pytest.approx(before["rails"] + by_rails), op
         assert after["flat"] == pytest.approx(before["flat"] + flat), op
-    assert slow.times("all_reduce", 16, 8)["whole"] == pytest.approx(1 + 1, rel=0.01)
+    assert slow.times("all_reduce", 16, 8)["whole"] == pytest.approx(1 + 6, rel=0.01)
+    # By leaders inside, before and after, and between hosts: of so little all goes to all at once.
+    for size, steps, sent in ((64 << 10, 1, 3 * 64 << 10), (128 << 10, 2, 1.5 * (128 << 10))):
+        before, after = HOSTS.times("all_reduce", 16, size), slow.times("all_reduce", 16, size)
+        assert after["leaders"] == pytest.approx(before["leaders"] + 2 + steps), size
+        # Latencies: a round trip to agree, 2 inside, and between hosts with 6 hops.
+        assert before["leaders"] == pytest.approx(38e-6 + sent / 1e9, rel=0.01), size
     # All_reduces of several parts, and all with more hosts, go around a ring of hosts.
     for op, ranks, size, ring in (
         ("all_reduce", 16, 2 << 20, 2 + 2 * 3),

@@ -17,13 +17,10 @@ def _steps(pattern: Pattern, members: int) -> int:
     return 1 if pattern is Pattern.ALL_TO_ALL else math.ceil(math.log2(members))
 
 
-def _steps_on_rails(pattern: Pattern, hosts: int, size: float) -> int:
+def _steps_on_rails(pattern: Pattern, hosts: int) -> int:
     """The same between hosts, few of which send to each other all at once."""
-    if hosts <= _C.MOST_LEADERS:
-        if pattern in (Pattern.ALL_GATHER, Pattern.REDUCE_SCATTER):
-            return 1
-        if pattern is Pattern.ALL_REDUCE and size < _C.ALL_REDUCE_BY_MESSAGES:
-            return 2
+    if hosts <= _C.MOST_LEADERS and pattern in (Pattern.ALL_GATHER, Pattern.REDUCE_SCATTER):
+        return 1
     return _steps(pattern, hosts)
 
 
@@ -34,6 +31,11 @@ def _parts(pattern: Pattern, hosts: int, size: int) -> int:
     if pattern is Pattern.REDUCE_SCATTER:
         return _C.reduce_scatter_parts(size)
     return _C.chain_parts(size) if pattern is Pattern.BROADCAST else _C.all_gather_parts(size)
+
+
+def _overlapped(a: float, b: float, parts: int) -> float:
+    """Seconds of two things that each part has to go through, one after the other."""
+    return max(a, b) + min(a, b) / parts
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,13 @@ class Topology:
     ``"rails"`` reduces and gathers inside each host, and has one group for each place in a host
     between them, in up to 8 parts at once; on up to 16 hosts data goes on it from each rank to each
     other one, but for all_reduces of 2 MiB and more. A large broadcast goes from host to host in up
-    to 32, a small one by a tree. ``"leaders"`` has one rank of each host between them.
-    ``"whole"`` is an all_reduce inside and then one of everything on every rail. Before each of
-    these the ranks agree at rank 0, a round trip. ``"piggyback"`` is data that travels with the
-    calls: from host to host on up to 16, up to 256 KiB of all ranks, 1 MiB divided by those of a
-    host beyond 4, and of an all_to_all, reduce_scatter or scatter up to as much for each host; else
-    to rank 0 and from there to all ranks, up to 32 KiB, 256 KiB divided by all ranks beyond 8.
+    to 32, a small one by a tree. ``"leaders"`` has one rank of each host between them, as an
+    all_reduce of up to 128 KiB has on those hosts. ``"whole"`` is an all_reduce inside and then one
+    of everything on every rail. Before each of these the ranks agree at rank 0, a round trip.
+    ``"piggyback"`` is data that travels with the calls: from host to host on up to 16, up to 256
+    KiB of all ranks, 1 MiB divided by those of a host beyond 4, and of an all_to_all,
+    reduce_scatter or scatter up to as much for each host; else to rank 0 and from there to all
+    ranks, up to 32 KiB, 256 KiB divided by all ranks beyond 8.
 
     Args:
         ranks_per_host: as many on every host; the last one may have fewer.
@@ -140,22 +143,20 @@ class Topology:
         between = self._between(op, hosts, across, 2 * across)
         inside = near.seconds(op, here, traffic.wire_of_larger(here, size))
         begin = agreement + self.per_step
-        steps = _steps(traffic.pattern, hosts) * self.per_step
-        on_rails = begin + _steps_on_rails(traffic.pattern, hosts, size) * self.per_step
+        on_rails = begin + _steps_on_rails(traffic.pattern, hosts) * self.per_step
         parts = _parts(traffic.pattern, hosts, int(size))
-        in_parts = max(between, inside) + min(between, inside) / parts
         if traffic.pattern is Pattern.ALL_REDUCE:
-            times["rails"] = on_rails + self.per_step + in_parts
-            reduced = 2 * near.seconds("broadcast", here, size)
-            times["leaders"] = begin + steps + self.per_step + between + reduced
-            if hosts <= _C.MOST_LEADERS:  # to each other host
-                across, steps = (hosts - 1) * size, self.per_step
             whole = self._between(op, hosts, across * here, 2 * across * here)
-            times["whole"] = begin + steps + inside + whole
+            times["whole"] = on_rails + inside + whole
+            begin += self.per_step  # inside, another time
+            steps, between = self._all_reduce_between(hosts, size, here)
+            times["rails"] = begin + steps + _overlapped(between, inside, parts)
+            steps, between = self._all_reduce_between(hosts, size, 1)
+            times["leaders"] = begin + steps + between + 2 * near.seconds("broadcast", here, size)
         elif traffic.pattern is Pattern.ALL_TO_ALL:
             times["rails"] = on_rails + max(between, inside)
         elif traffic.pattern in (Pattern.ALL_GATHER, Pattern.REDUCE_SCATTER):
-            times["rails"] = on_rails + in_parts
+            times["rails"] = on_rails + _overlapped(between, inside, parts)
         elif traffic.pattern is Pattern.BROADCAST:
             tree, chain = math.ceil(math.log2(hosts)), 1 + (hosts - 2) / parts
             if parts == 1 or tree <= chain:
@@ -196,6 +197,16 @@ class Topology:
         told = (0.0 if of_root else data / ranks) + taken
         seconds += 2 * told * (here - 1) / self.inside.bandwidth
         return seconds - self.between.latency
+
+    def _all_reduce_between(self, hosts: int, size: float, rails: int) -> tuple[float, float]:
+        """Seconds of the steps of one by so many rails, and of what goes over the links."""
+        steps = _steps(Pattern.ALL_REDUCE, hosts)
+        sent = traffic_of("all_reduce").wire_of_larger(hosts, size)
+        if hosts <= _C.MOST_LEADERS and size < _C.ALL_REDUCE_BY_MESSAGES:
+            steps = 2
+            if _C.goes_at_once(int(size / rails), hosts):
+                steps, sent = 1, (hosts - 1) * size
+        return steps * self.per_step, self._between("all_reduce", hosts, sent, 2 * sent)
 
     def _between(self, op: str, members: int, wire: float, moved: float) -> float:
         """Seconds of what goes between hosts: by the link, or by the processors of a host."""

@@ -149,8 +149,9 @@ void bind_hierarchical(pybind11::module_& m) {
                              "What it is in profilers and reports: \"shm+gloo\".")
       .def_property_readonly("engine", &HierarchicalBackend::engine,
                              "A backend of all ranks, of the kind that goes between hosts.");
-  m.attr("SMALL_ON_RAILS") = hierarchical::kSmall;
   m.attr("ALL_REDUCE_BY_MESSAGES") = hierarchical::kByMessages;
+  m.attr("ALL_REDUCE_BY_LEADERS") = hierarchical::kByLeaders;
+  m.def("goes_at_once", &hierarchical::goes_at_once, py::arg("bytes"), py::arg("hosts"));
   m.def("all_reduce_parts", &hierarchical::all_reduce_parts, py::arg("bytes"), py::arg("hosts"));
   m.def("all_gather_parts", &hierarchical::all_gather_parts, py::arg("bytes"));
   m.def("reduce_scatter_parts", &hierarchical::reduce_scatter_parts, py::arg("bytes"));

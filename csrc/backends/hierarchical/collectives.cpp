@@ -100,22 +100,26 @@ void all_reduce_over_rails(const Parts& parts, const at::Tensor& t, const Reduct
   }
 }
 
-// The same of one part, whose share goes by messages.
+// The same of one part, whose share goes by messages; or all of it, by those of leaders.
 void all_reduce_by_messages(const Parts& parts, const at::Tensor& t, const Reduction& reduction) {
   constexpr string_view op = "all_reduce";
-  // Little is reduced as a whole, and so is what is no element for each rank.
-  const int64_t here = parts.hosts.count_here();
-  const int64_t share = t.nbytes() <= kSmall ? 0 : t.numel() / here;
+  if (t.nbytes() <= kByLeaders) {
+    parts.local.start(CollectiveRequest::reduce(op, t, t, reduction, 0)).wait();
+    if (parts.hosts.is_leader()) {
+      all_reduce_on_rail(parts, t, reduction.op);
+    }
+    parts.local.start(CollectiveRequest::broadcast(op, t, t, 0)).wait();
+    return;
+  }
+  const int64_t here = parts.hosts.count_here(), share = t.numel() / here;
   const at::Tensor whole = t.narrow(0, 0, share * here);
   const at::Tensor own = at::empty({share}, t.options());
-  Step gathered;
-  if (share != 0) {
-    parts.local.start(CollectiveRequest::reduce_scatter(op, whole, own, reduction)).wait();
-    all_reduce_on_rail(parts, own, reduction.op);
-    gathered = parts.local.start(CollectiveRequest::all_gather(op, own, whole));
-  }
+  parts.local.start(CollectiveRequest::reduce_scatter(op, whole, own, reduction)).wait();
+  all_reduce_on_rail(parts, own, reduction.op);
+  Step gathered = parts.local.start(CollectiveRequest::all_gather(op, own, whole));
   const at::Tensor rest = t.narrow(0, share * here, t.numel() - share * here);
   if (rest.numel() != 0) {
+    // Less than an element for each rank: every rail carries it.
     parts.local.start(CollectiveRequest::all_reduce(op, rest, rest, reduction)).wait();
     all_reduce_on_rail(parts, rest, reduction.op);
   }

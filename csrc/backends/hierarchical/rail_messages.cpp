@@ -75,7 +75,7 @@ void Reducing::finish(const at::Tensor& own, ReduceOp op) {
 }
 
 void all_reduce_on_rail(const Parts& parts, const at::Tensor& t, ReduceOp op) {
-  if (t.nbytes() <= kSmall) {
+  if (goes_at_once(t.nbytes(), parts.hosts.count())) {
     Reducing reducing(parts, kForth, t);
     auto sent = send_to_all(parts, kForth, [&](int /*host*/) { return t; });
     wait(sent);  // before it is written

@@ -12,8 +12,15 @@ namespace c10d_ext::hierarchical {
 
 // So little goes as a whole, in one step: by every rail, and on it from each host to each.
 constexpr size_t kSmall = size_t{16} << 10;
-// An all_reduce of less goes by messages, where all go.
+// An all_reduce of less goes by messages, where all go; of so little by those of leaders alone,
+// which are fewer.
 constexpr size_t kByMessages = size_t{2} << 20;
+constexpr size_t kByLeaders = size_t{128} << 10;
+// Of so little each host sends all to each other one, in one step: else each reduces a part of it,
+// and sends that back.
+constexpr bool goes_at_once(size_t bytes, int64_t hosts) {
+  return bytes * static_cast<size_t>(hosts - 1) <= size_t{192} << 10;
+}
 
 constexpr int64_t parts_of(size_t bytes, int64_t part, int64_t most = 8) {
   return std::clamp<int64_t>(static_cast<int64_t>(bytes) / part, int64_t{1}, most);
