@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness import WorkersFailed, run
+from tests.native import build
 
 
 def _identify(offset: int) -> tuple[int, int, int]:
@@ -68,3 +69,9 @@ def test_reports_a_dead_rank_and_recovers() -> None:
     with pytest.raises(WorkersFailed, match="rank 1 killed by SIGABRT(.|\n)*_die_on"):
         run(2, _die_on, 1)
     assert run(2, _all_reduce) == [3.0, 3.0]
+
+
+def test_connections_take_turns_on_an_emulated_cable() -> None:
+    output = build.run(build.build("fair_queue_test", []))
+    print(output)
+    assert output.endswith("tests passed\n")

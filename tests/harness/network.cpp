@@ -30,8 +30,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
-#include <map>
 #include <queue>
 #include <random>
 #include <set>
@@ -39,6 +37,8 @@
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "fair_queue.h"
 
 namespace {
 
@@ -51,95 +51,16 @@ using std::chrono::nanoseconds;
 constexpr microseconds kAhead{500};
 // What waits for a receiver for longer is dropped, as by a switch whose buffer is full.
 constexpr milliseconds kBuffer{200};
-// Where no frames are lost: what a kernel says of each of them (virtio_net_hdr), which is passed on
-// as it is; and the largest one.
-constexpr size_t kOffload = 10, kLargest = 65536 + 256;
 
-using Bytes = std::vector<char>;
-
-struct Frame {
-  Clock::time_point due;
+// A frame on its way.
+struct Due {
+  Clock::time_point when;
   uint64_t number;
   size_t to;
-  Bytes bytes;
-  bool operator>(const Frame& other) const {
-    return due != other.due ? due > other.due : number > other.number;
+  FramePtr frame;
+  bool operator>(const Due& other) const {
+    return when != other.when ? when > other.when : number > other.number;
   }
-};
-
-// What a host has to send: its connections take turns, those that had nothing to send first.
-class FairQueue {
- public:
-  bool is_empty() const {
-    return count_ == 0;
-  }
-  bool is_full() const {
-    return count_ >= kMost;
-  }
-
-  void push(Bytes frame) {
-    const uint64_t key = connection_of(frame);
-    const auto [found, is_new] = connections_.try_emplace(key);
-    if (is_new) {
-      fresh_.push_back(key);
-    }
-    found->second.frames.push_back(std::move(frame));
-    ++count_;
-  }
-
-  // Not where it is empty.
-  Bytes pop() {
-    for (;;) {
-      auto& turn = fresh_.empty() ? waiting_ : fresh_;
-      const uint64_t key = turn.front();
-      auto& [frames, credit] = connections_.at(key);
-      if (credit > 0 && !frames.empty()) {
-        Bytes frame = std::move(frames.front());
-        frames.pop_front();
-        --count_;
-        credit -= static_cast<int64_t>(frame.size());
-        return frame;
-      }
-      turn.pop_front();
-      if (frames.empty() && &turn == &waiting_) {
-        connections_.erase(key);
-      } else {  // also one that is at its end: what it sends next is not fresh
-        credit += credit > 0 ? 0 : kQuantum;
-        waiting_.push_back(key);
-      }
-    }
-  }
-
- private:
-  static constexpr size_t kMost = 4096;
-  static constexpr int64_t kQuantum = 9000;
-
-  struct Connection {
-    std::deque<Bytes> frames;
-    int64_t credit = kQuantum;
-  };
-
-  // Of TCP over IPv4; all else is one.
-  static uint64_t connection_of(const Bytes& frame) {
-    constexpr size_t kType = 12, kHeader = 14, kProtocol = 23, kTo = 30, kAddresses = 34;
-    const auto at = [&](size_t i) {
-      return uint64_t{static_cast<unsigned char>(frame[kOffload + i])};
-    };
-    if (frame.size() < kOffload + kAddresses || at(kType) != 8 || at(kType + 1) != 0 ||
-        at(kProtocol) != 6) {
-      return 0;
-    }
-    const size_t ports = kHeader + (at(kHeader) & 15) * 4;
-    uint64_t key = at(kTo + 3);
-    for (size_t i = 0; i < 4 && kOffload + ports + i < frame.size(); ++i) {
-      key = key << 8 | at(ports + i);
-    }
-    return key;
-  }
-
-  std::map<uint64_t, Connection> connections_;
-  std::deque<uint64_t> fresh_, waiting_;
-  size_t count_ = 0;
 };
 
 struct Port {
@@ -223,23 +144,22 @@ int main(int count, char** words) {
 
   std::mt19937 random(1);
   std::uniform_real_distribution<double> chance(0, 1);
-  std::priority_queue<Frame, std::vector<Frame>, std::greater<>> frames;
+  std::priority_queue<Due, std::vector<Due>, std::greater<>> frames;
   uint64_t number = 0;
   std::set<std::pair<size_t, size_t>> parted;
   std::string commands;
-  std::array<char, kLargest> buffer;
+  std::array<char, 4096> said;
   for (;;) {
     auto now = Clock::now();
-    while (!frames.empty() && frames.top().due <= now) {
-      const Frame& frame = frames.top();
-      if (ports[frame.to].is_up) {
-        [[maybe_unused]] const auto written =
-            write(ports[frame.to].fd, frame.bytes.data(), frame.bytes.size());
+    while (!frames.empty() && frames.top().when <= now) {
+      const auto& [when, nth, to, frame] = frames.top();
+      if (ports[to].is_up) {
+        [[maybe_unused]] const auto written = write(ports[to].fd, frame->bytes.data(), frame->size);
       }
       frames.pop();
     }
     std::vector<pollfd> fds{{STDIN_FILENO, POLLIN, 0}};
-    auto next = frames.empty() ? now + milliseconds(100) : frames.top().due;
+    auto next = frames.empty() ? now + milliseconds(100) : frames.top().when;
     for (auto& port : ports) {
       fds.push_back({port.queue.is_full() ? -1 : port.fd, POLLIN, 0});
       if (!port.queue.is_empty()) {
@@ -252,11 +172,11 @@ int main(int count, char** words) {
       continue;
     }
     if (fds[0].revents != 0) {
-      const ssize_t got = read(STDIN_FILENO, buffer.data(), buffer.size());
+      const ssize_t got = read(STDIN_FILENO, said.data(), said.size());
       if (got == 0) {
         return 0;
       }
-      commands.append(buffer.data(), static_cast<size_t>(std::max<ssize_t>(got, 0)));
+      commands.append(said.data(), static_cast<size_t>(std::max<ssize_t>(got, 0)));
       for (size_t end; (end = commands.find('\n')) != commands.npos; commands.erase(0, end + 1)) {
         std::istringstream line(commands.substr(0, end));
         std::string what;
@@ -282,27 +202,29 @@ int main(int count, char** words) {
     for (size_t from = 0; from < ports.size(); ++from) {
       auto& port = ports[from];
       while (fds[from + 1].revents != 0 && !port.queue.is_full()) {
-        const ssize_t got = read(port.fd, buffer.data(), buffer.size());
+        auto frame = new_frame();
+        const ssize_t got = read(port.fd, frame->bytes.data(), frame->bytes.size());
         if (got <= static_cast<ssize_t>(kOffload)) {
           break;
         }
-        port.queue.push({buffer.data(), buffer.data() + got});
+        frame->size = static_cast<size_t>(got);
+        port.queue.push(std::move(frame));
       }
       while (!port.queue.is_empty()) {
         now = Clock::now();
         if (port.sent > now + kAhead) {
           break;
         }
-        const Bytes frame = port.queue.pop();
+        const FramePtr frame = port.queue.pop();
         if (!port.is_up || (loss > 0 && chance(random) < loss)) {
           continue;
         }
-        const auto time = time_on_wire(frame.size(), mbit);
+        const auto time = time_on_wire(frame->size, mbit);
         port.sent = std::max(port.sent, now) + time;
         for (size_t to = 0; to < ports.size(); ++to) {
-          const bool is_for_all = (frame[kOffload] & 1) != 0;
+          const bool is_for_all = (frame->bytes[kOffload] & 1) != 0;
           if (to == from || parted.count({from, to}) != 0 ||
-              (!is_for_all && static_cast<size_t>(frame[kOffload + 5]) != to)) {
+              (!is_for_all && static_cast<size_t>(frame->bytes[kOffload + 5]) != to)) {
             continue;
           }
           auto& other = ports[to];
