@@ -16,6 +16,7 @@ import contextlib
 import os
 import threading
 import time
+from pathlib import Path
 
 _GLOO = "pt_gloo"  # how torch names its threads
 _PAUSE = 0.0005  # seconds in which the GIL is free
@@ -47,12 +48,18 @@ def _runs(name: str) -> dict[str, int | None]:
     runs: dict[str, int | None] = {}
     this = str(threading.get_native_id())
     with contextlib.suppress(FileNotFoundError):
-        for thread in os.listdir("/proc/self/task"):
-            with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/status") as file:
-                status = {word: value for word, _, value in (s.partition(":\t") for s in file)}
-                if status["Name"].startswith(name) and thread != this:
-                    switches = int(status["voluntary_ctxt_switches"])
-                    switches += int(status["nonvoluntary_ctxt_switches"])
+        for thread in set(os.listdir("/proc/self/task")) - {this}:
+            with contextlib.suppress(OSError):
+                text = Path(f"/proc/self/task/{thread}/status").read_text(errors="replace")
+                status = {word: value for word, _, value in map(_parted, text.splitlines())}
+                if status["Name"].startswith(name):
+                    # Not every kernel counts.
+                    switches = int(status.get("voluntary_ctxt_switches", 0))
+                    switches += int(status.get("nonvoluntary_ctxt_switches", 0))
                     is_awake = status["State"][0] in "RD"  # proc(5); or it is about to be
                     runs[thread] = None if is_awake else switches
     return runs
+
+
+def _parted(line: str) -> tuple[str, str, str]:
+    return line.partition(":\t")

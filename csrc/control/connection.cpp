@@ -14,7 +14,9 @@ namespace {
 
 // So many pieces are sent at a time, and so many bytes come at a time of what is not attached.
 constexpr size_t kMostPieces = 64;
-constexpr size_t kWords = 4096;
+constexpr size_t kWords = 16384;
+// Behind so many bytes sentences are taken before more is heard.
+constexpr size_t kMuch = 65536;
 
 iovec piece_of(std::string_view bytes) {
   return {const_cast<char*>(bytes.data()), bytes.size()};
@@ -22,15 +24,15 @@ iovec piece_of(std::string_view bytes) {
 
 }  // namespace
 
-void Connection::say(uint32_t kind, const Payload& payload) {
-  const auto& words = payload.words();
+void Connection::say(uint32_t kind, const Payload& sentence) {
+  const auto& words = sentence.words();
   Heading heading{static_cast<uint32_t>(words.size()), kind, 0};
-  for (const auto& piece : payload.attached()) {
+  for (const auto& piece : sentence.attached()) {
     heading.attached += piece.size();
   }
   const std::string_view head(reinterpret_cast<const char*>(&heading), sizeof(heading));
   std::vector<std::string_view> pieces{head, words};
-  pieces.insert(pieces.end(), payload.attached().begin(), payload.attached().end());
+  pieces.insert(pieces.end(), sentence.attached().begin(), sentence.attached().end());
   size_t sent = unsent_.empty() ? send(pieces) : 0;
 
   // What is attached is kept as it is.
@@ -46,7 +48,7 @@ void Connection::say(uint32_t kind, const Payload& payload) {
   if (!rest.empty()) {
     unsent_.emplace_back(std::move(rest));
   }
-  for (const auto& piece : payload.attached()) {
+  for (const auto& piece : sentence.attached()) {
     if (const size_t taken = take(piece.size()); taken < piece.size()) {
       unsent_.push_back(piece.part(taken, piece.size() - taken));
     }
@@ -105,7 +107,12 @@ size_t Connection::send(const std::vector<std::string_view>& pieces) {
 bool Connection::listen(size_t limit) {
   std::array<char, kWords> some;
   has_unheard_ = false;
-  for (size_t heard = 0; heard <= limit;) {
+  size_t heard = 0;
+  const auto is_enough = [&] {
+    return heard > (reader_.has_next() ? kMuch : sizeof(Heading) + limit);
+  };
+  bool is_short = reader_.take({}, limit);
+  while (is_short && !reader_.has_postponed() && !is_enough()) {
     const auto [room, most] = reader_.attached_room();
     std::array<iovec, 2> parts{iovec{room, most}, iovec{some.data(), some.size()}};
     msghdr message{};
@@ -118,9 +125,7 @@ bool Connection::listen(size_t limit) {
       if (attached > 0) {
         reader_.take_attached(attached);
       }
-      if (!reader_.take({some.data(), count - attached}, limit)) {
-        return false;
-      }
+      is_short = reader_.take({some.data(), count - attached}, limit);
       continue;
     }
     if (now == 0) {
@@ -134,8 +139,8 @@ bool Connection::listen(size_t limit) {
       return false;
     }
   }
-  has_unheard_ = true;  // a sentence is there; the rest waits
-  return true;
+  has_unheard_ = is_short;  // sentences are there; the rest waits
+  return is_short;
 }
 
 bool Connection::is_unreachable() const {

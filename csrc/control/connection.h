@@ -39,7 +39,7 @@ class Connection {
   }
 
   // Sends it, or keeps what the connection does not take for flush().
-  void say(uint32_t kind, const Payload& words);
+  void say(uint32_t kind, const Payload& sentence);
   void flush();
   bool has_unsent() const {
     return !unsent_.empty();
@@ -61,7 +61,7 @@ class Connection {
 
  private:
   // How much of those, one after the other.
-  size_t send(const std::vector<std::string_view>& parts);
+  size_t send(const std::vector<std::string_view>& pieces);
 
   FdOwner socket_;
   std::deque<SharedBytes> unsent_;

@@ -35,7 +35,12 @@ void FrameReader::take_attached(size_t count) {
 }
 
 bool FrameReader::take(std::string_view bytes, size_t limit) {
-  while (!bytes.empty()) {
+  std::string all;
+  if (has_postponed()) {
+    all = std::exchange(postponed_, {}).append(bytes);
+    bytes = all;
+  }
+  while (!bytes.empty() && !is_over_) {
     if (heading_.size() < sizeof(Heading)) {
       move_to(heading_, bytes, sizeof(Heading));
       if (heading_.size() < sizeof(Heading)) {
@@ -43,7 +48,9 @@ bool FrameReader::take(std::string_view bytes, size_t limit) {
       }
       std::memcpy(&lengths_, heading_.data(), sizeof(Heading));
       if (lengths_.words > limit || lengths_.attached > limit - lengths_.words) {
-        return false;
+        is_over_ = frames_.empty();
+        postponed_ = std::exchange(heading_, {}).append(bytes);
+        break;
       }
     }
     move_to(words_, bytes, lengths_.words);
@@ -61,7 +68,7 @@ bool FrameReader::take(std::string_view bytes, size_t limit) {
     }
     take_attached(count);
   }
-  return true;
+  return !is_over_;
 }
 
 std::optional<Frame> FrameReader::next() {

@@ -35,12 +35,22 @@ class FrameReader {
   std::pair<char*, size_t> attached_room();
   // So many have come there.
   void take_attached(size_t count);
-  // Others have. False: a sentence is longer than `limit`.
+  // Others have. False: the next sentence is longer than `limit`, and this reads no more.
   bool take(std::string_view bytes, size_t limit);
+  // Whether one is too long that came behind others, which may be taken by who allows no longer
+  // ones. It is tried anew with the next bytes, or with none.
+  bool has_postponed() const {
+    return !postponed_.empty();
+  }
 
+  bool has_next() const {
+    return !frames_.empty();
+  }
   std::optional<Frame> next();
 
  private:
+  std::string postponed_;
+  bool is_over_ = false;
   // Of the sentence that is being read.
   std::string heading_, words_;
   Heading lengths_{};

@@ -186,8 +186,10 @@ std::optional<Frame> await(Connection& line, const Deadline& deadline, size_t li
       return std::nullopt;
     }
     std::vector<pollfd> fds{{line.fd(), POLLIN, 0}};
-    deadline.poll(fds);
-    if (fds[0].revents != 0 && !line.listen(limit)) {
+    if (!line.has_unheard()) {
+      deadline.poll(fds);
+    }
+    if ((line.has_unheard() || fds[0].revents != 0) && !line.listen(limit)) {
       return line.next();
     }
   }

@@ -76,6 +76,12 @@ std::string Payload::text() {
   return text;
 }
 
+void Payload::expect_no_more_data() const {
+  if (piece_ != attached_.size()) {
+    throw std::runtime_error("data that no word is about");
+  }
+}
+
 SharedBytes Payload::data() {
   const size_t begin = at_, count = size();
   if (count < kMuch) {

@@ -53,6 +53,14 @@ class Payload {
     return all;
   }
 
+  // Throws std::runtime_error where more is attached than was taken out: who holds a part of that
+  // holds it all.
+  void expect_no_more_data() const;
+  // The numbers with which it begins, so many of them.
+  Payload first_numbers(size_t count) const {
+    return Payload(words_.substr(0, count * sizeof(int64_t)));
+  }
+
   const std::string& words() const {
     return words_;
   }

@@ -41,8 +41,8 @@ class SharedBytes {
     return {std::shared_ptr<const char>(first_, data() + from), count};
   }
 
-  friend bool operator==(const SharedBytes& a, std::string_view b) {
-    return std::string_view(a) == b;
+  friend bool operator==(const SharedBytes& a, const SharedBytes& b) {
+    return std::string_view(a) == std::string_view(b);
   }
 
  private:

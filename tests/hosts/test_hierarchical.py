@@ -145,7 +145,7 @@ def _same_bits() -> list[bytes]:
     generator = torch.Generator().manual_seed(dist.get_rank())
     found = []
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        for count in (1, 7, 1000, 4001, 70_003, 1_500_001):
+        for count in (1, 7, 1000, 4001, 10_001, 20_003, 70_003, 1_500_001):
             x = torch.randn(count, generator=generator, dtype=torch.float64).to(dtype)
             dist.all_reduce(x)
             found.append(x.view(torch.uint8).numpy().tobytes())

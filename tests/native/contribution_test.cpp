@@ -11,6 +11,7 @@
 #include "agreement_ranks.h"
 #include "backends/checked/contribution.h"
 #include "backends/checked/protocol.h"
+#include "backends/checked/rank_progress.h"
 #include "program.h"
 
 using namespace c10d_ext;
@@ -74,6 +75,29 @@ void data_that_is_not_there_is_refused() {
   }
 }
 
+// Who holds a part would hold it all.
+void data_that_no_word_is_about_is_refused() {
+  const std::string little(5000, 'm'), much(9000, 'm');
+  for (const auto& attached : {little, much}) {
+    const auto said = [&](const Payload& words) { return Payload(words.words(), attached); };
+    const auto is_taken = [&](const auto& take) { attached == little ? take() : refused(take); };
+    is_taken([&] {
+      auto words = said(Payload().put(1).put_data(little));
+      CHECK(take_data(words) == little);
+    });
+    is_taken([&] {
+      auto words = said(Payload().put(1).put_data(little));
+      CHECK(take_all(words, 1).front() == little);
+    });
+    is_taken([&] {
+      const Roster roster({0, 2, "test"}, {Member(), Member()});
+      RankProgress progress(roster);
+      auto words = said(encoded(Calling{summed(6), Contribution(little), 1}));
+      progress.hear_call(1, words);
+    });
+  }
+}
+
 void some_ranks_parts_are_passed_on() {
   const Contribution parts("abcdefg", {1, 0, 3, 2, 1});
   CHECK((of_all(parts.of(std::vector<int>{4, 2}), 5) == Texts{"", "", "bcd", "", "g"}));
@@ -126,8 +150,9 @@ void too_much_data_is_refused() {
 
 const std::vector<Test> kTests = {
     TEST(what_is_given_is_what_is_taken),    TEST(much_data_is_passed_on_without_a_copy),
-    TEST(data_that_is_not_there_is_refused), TEST(some_ranks_parts_are_passed_on),
-    TEST(parts_that_are_none_are_refused),   TEST(too_much_data_is_refused),
+    TEST(data_that_is_not_there_is_refused), TEST(data_that_no_word_is_about_is_refused),
+    TEST(some_ranks_parts_are_passed_on),    TEST(parts_that_are_none_are_refused),
+    TEST(too_much_data_is_refused),
 };
 
 }  // namespace

@@ -108,6 +108,47 @@ void what_a_connection_does_not_take_is_kept() {
   CHECK(!speaker.has_unsent());
 }
 
+// Behind a short sentence, in one piece with it, comes a long one, for who listens then.
+void what_is_too_long_behind_another_sentence_is_kept() {
+  const auto framed = [](uint32_t kind, const std::string& bytes) {
+    const Heading heading{static_cast<uint32_t>(bytes.size()), kind, 0};
+    return std::string(reinterpret_cast<const char*>(&heading), sizeof(heading)) + bytes;
+  };
+  const std::string long_one(3000, 'l');
+  for (const bool is_first : {false, true}) {
+    std::array<int, 2> ends{};
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends.data()) == 0);
+    const auto owned = [](int fd) {
+      const ForkGuard guard;
+      return FdOwner(fd, guard);
+    };
+    const FdOwner speaker = owned(ends[0]);
+    Connection listener(owned(ends[1]));
+    const auto say = [&](const std::string& bytes) {
+      CHECK(::send(speaker.get(), bytes.data(), bytes.size(), 0) ==
+            static_cast<ssize_t>(bytes.size()));
+    };
+    say((is_first ? "" : framed(1, "short")) + framed(2, long_one) + framed(3, "last"));
+    if (is_first) {  // who says that is not heard any more, whatever is allowed then
+      CHECK(!listener.listen(1024) && !listener.next());
+      CHECK(!listener.listen(4096) && !listener.next());
+      continue;
+    }
+    CHECK(listener.listen(1024) && listener.has_unheard());
+    say(framed(4, "later"));
+    CHECK(listener.listen(1024) && listener.has_unheard());  // nobody has taken the first one
+    const auto first = listener.next();
+    CHECK(first && first->kind == 1 && first->words.words() == "short" && !listener.next());
+    CHECK(listener.listen(4096) && !listener.has_unheard());
+    for (const auto& [kind, words] :
+         std::vector<std::pair<uint32_t, std::string>>{{2, long_one}, {3, "last"}, {4, "later"}}) {
+      const auto said = listener.next();
+      CHECK(said && said->kind == kind && said->words.words() == words);
+    }
+    CHECK(!listener.next());
+  }
+}
+
 // A rank 0 that says some words in one piece with its welcome. Its connections to rank 1. `near`:
 // which of the others are in its network.
 std::vector<Connection> welcomed(Store& store, const std::vector<bool>& near,
@@ -189,6 +230,7 @@ void the_next_leader_hears_and_tells_what_rank_0_cannot() {
 
 const std::vector<Test> kTests = {
     TEST(what_a_connection_does_not_take_is_kept),
+    TEST(what_is_too_long_behind_another_sentence_is_kept),
     TEST(what_comes_with_the_welcome_is_heard),
     TEST(the_next_leader_hears_and_tells_what_rank_0_cannot),
 };

@@ -53,8 +53,9 @@ static void get_no_further_before_the_end() {
   }
   is_late = true;
   static const auto ends = [] {
-    const auto since_3_13 = next<int (*)()>("Py_IsFinalizing");
-    return since_3_13 != nullptr ? since_3_13 : next<int (*)()>("_Py_IsFinalizing");
+    void* found = dlsym(RTLD_DEFAULT, "Py_IsFinalizing");  // since 3.13
+    found = found != nullptr ? found : dlsym(RTLD_DEFAULT, "_Py_IsFinalizing");
+    return reinterpret_cast<int (*)()>(found);
   }();
   const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(500);
   while (ends() == 0 && std::chrono::steady_clock::now() < end) {

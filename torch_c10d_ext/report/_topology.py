@@ -50,8 +50,9 @@ class Topology:
     between them, in up to 8 parts at once; on up to 16 hosts data goes on it from each rank to each
     other one, but for all_reduces of 2 MiB and more. A large broadcast goes from host to host in up
     to 32, a small one by a tree. ``"leaders"`` has one rank of each host between them, as an
-    all_reduce of up to 128 KiB has on those hosts. ``"whole"`` is an all_reduce inside and then one
-    of everything on every rail. Before each of these the ranks agree at rank 0, a round trip.
+    all_reduce of up to 128 KiB has on up to 16 hosts. ``"whole"`` is an all_reduce inside and then
+    one of everything on every rail, as it is of up to 16 KiB on more hosts. Before each of these
+    the ranks agree at rank 0, a round trip.
     ``"piggyback"`` is data that travels with the calls: from host to host on up to 16, up to 256
     KiB of all ranks, 1 MiB divided by those of a host beyond 4, and of an all_to_all,
     reduce_scatter or scatter up to as much for each host; else to rank 0 and from there to all
@@ -149,9 +150,9 @@ class Topology:
             whole = self._between(op, hosts, across * here, 2 * across * here)
             times["whole"] = on_rails + inside + whole
             begin += self.per_step  # inside, another time
-            steps, between = self._all_reduce_between(hosts, size, here)
+            steps, between = self._all_reduce_between(ranks, size, here)
             times["rails"] = begin + steps + _overlapped(between, inside, parts)
-            steps, between = self._all_reduce_between(hosts, size, 1)
+            steps, between = self._all_reduce_between(ranks, size, 1)
             times["leaders"] = begin + steps + between + 2 * near.seconds("broadcast", here, size)
         elif traffic.pattern is Pattern.ALL_TO_ALL:
             times["rails"] = on_rails + max(between, inside)
@@ -198,11 +199,13 @@ class Topology:
         seconds += 2 * told * (here - 1) / self.inside.bandwidth
         return seconds - self.between.latency
 
-    def _all_reduce_between(self, hosts: int, size: float, rails: int) -> tuple[float, float]:
+    def _all_reduce_between(self, ranks: int, size: float, rails: int) -> tuple[float, float]:
         """Seconds of the steps of one by so many rails, and of what goes over the links."""
+        hosts = self.hosts(ranks)
         steps = _steps(Pattern.ALL_REDUCE, hosts)
         sent = traffic_of("all_reduce").wire_of_larger(hosts, size)
-        if hosts <= _C.MOST_LEADERS and size < _C.ALL_REDUCE_BY_MESSAGES:
+        is_even = ranks % self.ranks_per_host == 0
+        if is_even and hosts <= _C.MOST_LEADERS and size < _C.ALL_REDUCE_BY_MESSAGES:
             steps = 2
             if _C.goes_at_once(int(size / rails), hosts):
                 steps, sent = 1, (hosts - 1) * size

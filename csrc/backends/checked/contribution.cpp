@@ -1,6 +1,8 @@
 #include "backends/checked/contribution.h"
 
 #include <stdexcept>
+#include <string>
+#include <utility>
 
 namespace c10d_ext {
 
@@ -120,6 +122,7 @@ std::vector<SharedBytes> take_all(Payload& words, int ranks) {
   for (int64_t i = 0; i < count; ++i) {
     data.push_back(words.data());
   }
+  words.expect_no_more_data();
   return data;
 }
 

@@ -12,7 +12,6 @@
 #include <list>
 #include <map>
 #include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 

@@ -116,7 +116,7 @@ void Duties::hear(int rank, uint32_t kind, Payload& words) {
 
 void Duties::obey(uint32_t kind, Payload& words) {
   if (relay_ && (kind == kGo || kind == kDiffer)) {
-    Payload number = words;
+    Payload number = words.first_numbers(1);
     relay_->settle(static_cast<uint64_t>(number.number()));
   }
   participant_.obey(kind, words);

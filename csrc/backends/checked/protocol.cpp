@@ -99,7 +99,9 @@ void put_data(Payload& words, const std::optional<SharedBytes>& data) {
 }
 
 std::optional<SharedBytes> take_data(Payload& words) {
-  return within(words.number(), 0, 1) != 0 ? std::optional(words.data()) : std::nullopt;
+  auto data = within(words.number(), 0, 1) != 0 ? std::optional(words.data()) : std::nullopt;
+  words.expect_no_more_data();
+  return data;
 }
 
 namespace {

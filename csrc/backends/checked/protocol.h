@@ -146,7 +146,7 @@ Calling take_call(Payload& words, int ranks, size_t hosts);
 void tell_go(uint64_t seq, const std::vector<Contribution>& data, const std::vector<int>& ranks,
              const std::function<void(int rank, Says kind, const Payload& words)>& tell);
 
-// The data that travels with a message, where it does.
+// The data that travels with a message, where it does: all that is attached.
 void put_data(Payload& words, const std::optional<SharedBytes>& data);
 std::optional<SharedBytes> take_data(Payload& words);
 // So many bytes of a message travel with what is said of it at most: they go by rank 0, or leaders.

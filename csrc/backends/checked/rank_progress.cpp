@@ -9,6 +9,7 @@ namespace c10d_ext {
 
 void RankProgress::hear_call(int rank, Payload& words) {
   Calling call = take_call(words, roster_.place().size, roster_.hosts().size());
+  words.expect_no_more_data();
   if (call.seq != at(rank) + 1) {
     throw std::runtime_error("a call is missing");
   }

@@ -32,6 +32,7 @@ void Relay::hear_call(int rank, Payload words) {
     throw std::runtime_error("a call of another host's");
   }
   Calling call = take_call(words, roster_.place().size, roster_.hosts().size());
+  words.expect_no_more_data();
   const uint64_t seq = call.seq;
   auto* collective = call.data ? open(seq) : nullptr;
   if (collective == nullptr) {
@@ -85,6 +86,7 @@ void Relay::hear_calls(int leader, Payload& words) {
     seq = call.seq;
     calls.emplace(rank, std::move(call));
   }
+  words.expect_no_more_data();
   if (auto* collective = open(*seq)) {
     collective->calls.merge(std::move(calls));
     compare(*seq);
@@ -92,7 +94,7 @@ void Relay::hear_calls(int leader, Payload& words) {
 }
 
 void Relay::hear_of_message(int rank, Says kind, const Payload& words) {
-  Payload copy = words;
+  Payload copy = words.first_numbers(2);
   const auto [from, to] = take_way(copy, roster_.place().size);
   const int own = roster_.place().rank, away = roster_.leader_of(from);
   const bool is_own = rank == from && away == own, is_for_own = roster_.leader_of(to) == own;

@@ -10,7 +10,7 @@
 
 namespace c10d_ext::hierarchical {
 
-// So little goes as a whole, in one step: by every rail, and on it from each host to each.
+// Where nothing goes by messages, so little goes as a whole by every rail.
 constexpr size_t kSmall = size_t{16} << 10;
 // An all_reduce of less goes by messages, where all go; of so little by those of leaders alone,
 // which are fewer.
