@@ -51,7 +51,8 @@ def _runs(name: str) -> dict[str, int | None]:
         for thread in set(os.listdir("/proc/self/task")) - {this}:
             with contextlib.suppress(OSError):
                 text = Path(f"/proc/self/task/{thread}/status").read_text(errors="replace")
-                status = {word: value for word, _, value in map(_parted, text.splitlines())}
+                lines = (line.partition(":\t") for line in text.splitlines())
+                status = {word: value for word, _, value in lines}
                 if status["Name"].startswith(name):
                     # Not every kernel counts.
                     switches = int(status.get("voluntary_ctxt_switches", 0))
@@ -59,7 +60,3 @@ def _runs(name: str) -> dict[str, int | None]:
                     is_awake = status["State"][0] in "RD"  # proc(5); or it is about to be
                     runs[thread] = None if is_awake else switches
     return runs
-
-
-def _parted(line: str) -> tuple[str, str, str]:
-    return line.partition(":\t")

@@ -108,11 +108,12 @@ bool Connection::listen(size_t limit) {
   std::array<char, kWords> some;
   has_unheard_ = false;
   size_t heard = 0;
+  const size_t most_heard = sizeof(Heading) + limit;
   const auto is_enough = [&] {
-    return heard > (reader_.has_next() ? kMuch : sizeof(Heading) + limit);
+    return heard > (reader_.has_next() ? std::min(most_heard, kMuch) : most_heard);
   };
-  bool is_short = reader_.take({}, limit);
-  while (is_short && !reader_.has_postponed() && !is_enough()) {
+  bool is_allowed = reader_.take({}, limit);
+  while (is_allowed && !reader_.has_postponed() && !is_enough()) {
     const auto [room, most] = reader_.attached_room();
     std::array<iovec, 2> parts{iovec{room, most}, iovec{some.data(), some.size()}};
     msghdr message{};
@@ -125,7 +126,7 @@ bool Connection::listen(size_t limit) {
       if (attached > 0) {
         reader_.take_attached(attached);
       }
-      is_short = reader_.take({some.data(), count - attached}, limit);
+      is_allowed = reader_.take({some.data(), count - attached}, limit);
       continue;
     }
     if (now == 0) {
@@ -139,8 +140,8 @@ bool Connection::listen(size_t limit) {
       return false;
     }
   }
-  has_unheard_ = is_short;  // sentences are there; the rest waits
-  return is_short;
+  has_unheard_ = is_allowed;  // sentences are there; the rest waits
+  return is_allowed;
 }
 
 bool Connection::is_unreachable() const {

@@ -414,6 +414,13 @@ void a_leader_refuses_nonsense() {
   refused([&] { (*leader).hear_call(4, calling(1, summed(6), "4")); });
   refused([&] { hear(4, {calling(1, summed(6), "4"), calling(2, summed(6), "5")}); });
   refused([&] { hear(4, {calling(1, summed(6), "4"), calling(1, summed(6), std::nullopt)}); });
+  // Data that no word is about.
+  refused([&] { (*leader).hear_call(3, Payload(calling(1, summed(6), "3").words(), "more")); });
+  refused([&] {
+    const auto calls = together({calling(1, summed(6), "4"), calling(1, summed(6), "5")});
+    Payload words(calls.words(), "more");
+    (*leader).hear_calls(4, words);
+  });
   refused([&] {
     for (uint64_t seq = 1; seq < 1000; ++seq) {
       (*leader).hear_call(3, calling(seq, summed(6), "3"));

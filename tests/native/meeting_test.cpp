@@ -63,6 +63,12 @@ class Door {
   const Deadline deadline_{kLong, [] {}};
 };
 
+// As it goes over a connection.
+std::string framed(uint32_t kind, const std::string& words) {
+  const Heading heading{static_cast<uint32_t>(words.size()), kind, 0};
+  return std::string(reinterpret_cast<const char*>(&heading), sizeof(heading)) + words;
+}
+
 // Sentences of any length, and as much data, over a socket that takes little at a time.
 void what_a_connection_does_not_take_is_kept() {
   std::array<int, 2> ends{};
@@ -110,10 +116,6 @@ void what_a_connection_does_not_take_is_kept() {
 
 // Behind a short sentence, in one piece with it, comes a long one, for who listens then.
 void what_is_too_long_behind_another_sentence_is_kept() {
-  const auto framed = [](uint32_t kind, const std::string& bytes) {
-    const Heading heading{static_cast<uint32_t>(bytes.size()), kind, 0};
-    return std::string(reinterpret_cast<const char*>(&heading), sizeof(heading)) + bytes;
-  };
   const std::string long_one(3000, 'l');
   for (const bool is_first : {false, true}) {
     std::array<int, 2> ends{};
@@ -149,6 +151,36 @@ void what_is_too_long_behind_another_sentence_is_kept() {
   }
 }
 
+// Nor is more taken in than allowed, however much comes.
+void no_more_is_heard_at_a_time_than_is_allowed() {
+  std::array<int, 2> ends{};
+  CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends.data()) == 0);
+  const auto owned = [](int fd) {
+    const ForkGuard guard;
+    return FdOwner(fd, guard);
+  };
+  const FdOwner speaker = owned(ends[0]);
+  Connection listener(owned(ends[1]));
+  constexpr uint32_t kSentences = 1000;
+  constexpr size_t kBytes = 84, kRead = 16384;  // of each, and at a time
+  std::string all;
+  for (uint32_t i = 0; i < kSentences; ++i) {
+    all += framed(i, std::string(kBytes - sizeof(Heading), 'x'));
+  }
+  CHECK(::send(speaker.get(), all.data(), all.size(), 0) == static_cast<ssize_t>(all.size()));
+  uint32_t next = 0;
+  for (size_t listens = 1; next < kSentences; ++listens) {
+    CHECK(listener.listen(1024));
+    uint32_t heard = 0;
+    while (const auto said = listener.next()) {
+      CHECK(said->kind == next++);
+      ++heard;
+    }
+    CHECK(heard > 0 && heard <= kRead / kBytes && listens < kSentences);
+    CHECK(next == kSentences || listener.has_unheard());
+  }
+}
+
 // A rank 0 that says some words in one piece with its welcome. Its connections to rank 1. `near`:
 // which of the others are in its network.
 std::vector<Connection> welcomed(Store& store, const std::vector<bool>& near,
@@ -163,10 +195,6 @@ std::vector<Connection> welcomed(Store& store, const std::vector<bool>& near,
     welcome.put(pid).put(start_time).put(machine).put(host);
     welcome.put(is_near ? network : "not " + network);
   }
-  const auto framed = [](uint32_t kind, const std::string& bytes) {
-    const Heading heading{static_cast<uint32_t>(bytes.size()), kind, 0};
-    return std::string(reinterpret_cast<const char*>(&heading), sizeof(heading)) + bytes;
-  };
   std::string all = framed(kWelcome, welcome.words());
   for (const auto& [kind, words] : said) {
     all += framed(kind, words.words());
@@ -231,6 +259,7 @@ void the_next_leader_hears_and_tells_what_rank_0_cannot() {
 const std::vector<Test> kTests = {
     TEST(what_a_connection_does_not_take_is_kept),
     TEST(what_is_too_long_behind_another_sentence_is_kept),
+    TEST(no_more_is_heard_at_a_time_than_is_allowed),
     TEST(what_comes_with_the_welcome_is_heard),
     TEST(the_next_leader_hears_and_tells_what_rank_0_cannot),
 };
