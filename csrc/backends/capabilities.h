@@ -99,6 +99,9 @@ struct Capabilities {
   bool starts_messages_together = false;
   // The work of a message can only be waited for, by one thread.
   bool has_blocking_messages = false;
+  // A collective that its caller waits for at once may run on the caller's stream (`asyncOp`
+  // false), which takes no events, and then has no work.
+  bool may_run_on_callers_stream = false;
   // The wait for a barrier blocks the host, which no capture into a graph allows.
   bool barrier_blocks_host = false;
 };

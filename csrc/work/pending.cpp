@@ -242,6 +242,12 @@ void attach(std::string_view op, const Group& group, at::TensorList outputs,
       at::AutoDispatchBelowADInplaceOrView below_autograd;
       finish();
     }
+    if (!cpu) {  // it runs on the current stream
+      for (const auto& output : outputs) {
+        used_here(output);
+      }
+      DeviceCompletions::get().add_written_here(outputs);
+    }
     return;
   }
   auto pending =

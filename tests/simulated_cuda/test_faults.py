@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import torch_c10d_ext
+import torch_c10d_ext.distributed as ext
 import torch_c10d_ext.functional as F
 from tests.contract import group, wait
 from tests.simulated_cuda.on_cuda import ALONE, device, run_on_devices
@@ -84,7 +85,7 @@ def test_an_error_of_nccl_is_raised_by_the_wait(calls: int, waits: bool) -> None
         assert f"NCCL communicator was aborted on rank {rank}" in second
 
 
-def _absent() -> tuple[str, float]:
+def _absent(in_place: bool) -> tuple[str, float]:
     """Rank 1 does not take part from its second call on, and hears nothing of rank 0."""
     rank = dist.get_rank()
     # Rank 1's comes later: rank 0 would hear that rank 1 is gone.
@@ -92,10 +93,16 @@ def _absent() -> tuple[str, float]:
     assert bool((wait(_one(x, mine.group_name)) == 2).all())
     torch.cuda.synchronize()
     _fault("absent:0" if rank else "none")
-    y = _one(x, mine.group_name)
+
+    def call() -> None:
+        if in_place:
+            ext.all_reduce(x, group=mine)
+        else:
+            wait(_one(x, mine.group_name))
+
     begun = time.monotonic()
     with pytest.raises(errors.CollectiveTimeout) as error:
-        wait(y)
+        call()
     took = time.monotonic() - begun
     assert (error.value.op, error.value.group) == ("all_reduce", mine.group_name)
     _fault("none")
@@ -104,8 +111,9 @@ def _absent() -> tuple[str, float]:
 
 
 @pytest.mark.usefixtures("_raising")
-def test_a_rank_that_never_comes_ends_at_the_timeout() -> None:
-    for rank, (text, took) in enumerate(run_on_devices(2, _absent, backend=ALONE)):
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_rank_that_never_comes_ends_at_the_timeout(in_place: bool) -> None:
+    for rank, (text, took) in enumerate(run_on_devices(2, _absent, in_place, backend=ALONE)):
         limit = 6 * (rank + 1)
         assert "all_reduce: the collective must complete, got" in text
         assert f"Timeout(ms)={limit}000" in text and f"(rank {rank}/2, group '" in text

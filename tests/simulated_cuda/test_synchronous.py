@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from tests.simulated_cuda.on_cuda import ALONE, device, run_on_devices
 
 pytestmark = pytest.mark.cuda
 
-NCCL = "cpu:shm,cuda:nccl"
+NCCL, GLOO = "cpu:shm,cuda:nccl", "cpu:shm,cuda:gloo"
 COUNT = 1 << 14
 
 
@@ -77,12 +79,15 @@ def _more_records() -> dict[str, int]:
     return more
 
 
-def test_calls_that_wait_record_one_event_more_than_torchs() -> None:
-    """By which nccl's stream follows the caller's, where torch's run on that; none after it."""
+# Where torch's nccl is told to have waits block, calls have works, and nccl's stream follows that
+# of the caller by an event. None comes after.
+@pytest.mark.parametrize(("blocking", "want"), [("0", 0), ("1", 1)])
+def test_calls_that_wait_record_as_many_events_as_torchs(blocking: str, want: int) -> None:
     pool.stop(ALONE)  # in whose memory no result of an earlier test was
     try:
-        for more in run_on_devices(2, _more_records, backend=ALONE):
-            assert set(more.values()) == {1}, more
+        with mock.patch.dict(os.environ, TORCH_NCCL_BLOCKING_WAIT=blocking):
+            for more in run_on_devices(2, _more_records, backend=ALONE):
+                assert set(more.values()) == {want}, more
     finally:
         pool.stop(ALONE)
 
@@ -109,9 +114,14 @@ def _after_a_wait(shortcut: bool) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize(("size", "shortcut"), [(1, True), (2, False)])
-def test_a_wait_elsewhere_follows_what_was_written_last(size: int, shortcut: bool) -> None:
-    for failures in run_on_devices(size, _after_a_wait, shortcut, backend=NCCL):
+# nccl runs them on the caller's stream and has no work of them, gloo has one.
+@pytest.mark.parametrize(
+    ("size", "shortcut", "backend"), [(1, True, NCCL), (2, False, NCCL), (2, False, GLOO)]
+)
+def test_a_wait_elsewhere_follows_what_was_written_last(
+    size: int, shortcut: bool, backend: str
+) -> None:
+    for failures in run_on_devices(size, _after_a_wait, shortcut, backend=backend):
         assert not failures
 
 
@@ -141,4 +151,33 @@ def _on_own_stream() -> list[str]:
 @pytest.mark.parametrize("size", [1, 2])
 def test_what_comes_next_comes_after(size: int) -> None:
     for failures in run_on_devices(size, _on_own_stream, backend=NCCL):
+        assert not failures
+
+
+def _memory_elsewhere() -> list[str]:
+    """Calls on another stream than their memory is from, which is then used again at once."""
+    owner, caller = (torch.cuda.Stream(device()) for _ in range(2))
+    failures = []
+    for name in _calls(torch.zeros(COUNT, device=device())):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(owner):
+            x = torch.ones(COUNT, device=device())
+            calls = _calls(x)
+        caller.wait_stream(owner)
+        with torch.cuda.stream(caller):
+            torch.cuda._sleep(5_000_000)
+            calls[name]()
+        del x, calls
+        with torch.cuda.stream(owner):
+            junk = [torch.full((COUNT * k,), 9.0, device=device()) for k in (1, 1, 2, 4)]
+            junk += [torch.full((COUNT // k,), 9.0, device=device()) for k in (1, 1, 2, 4)]
+        torch.cuda.synchronize()
+        if not all(bool((j == 9.0).all()) for j in junk):
+            failures.append(name)
+    return failures
+
+
+@pytest.mark.parametrize(("size", "backend"), [(1, NCCL), (2, NCCL), (2, GLOO)])
+def test_memory_is_kept_for_the_stream_of_the_call(size: int, backend: str) -> None:
+    for failures in run_on_devices(size, _memory_elsewhere, backend=backend):
         assert not failures

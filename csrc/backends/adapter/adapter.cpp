@@ -2,6 +2,7 @@
 
 #include "backends/adapter/capabilities.h"
 #include "backends/adapter/lowering.h"
+#include "base/sync_scope.h"
 #include "work/snapshot.h"
 
 namespace c10d_ext {
@@ -30,6 +31,7 @@ Adapter::Adapter(std::string_view op, const Group& group, const at::Tensor& t)
   }
   own_ = CollectiveBackend::of(*backend_);
   can_ = capabilities_of(*backend_);
+  on_callers_stream_ = !t.is_cpu() && SyncScope::is_on() && runs_on_callers_stream(can_);
 }
 
 Adapter::Adapter(std::string_view op, const Group& group, c10::intrusive_ptr<c10d::Backend> backend,

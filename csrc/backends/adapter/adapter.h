@@ -75,6 +75,7 @@ class Adapter {
   template <class Options>
   Options options() const {
     Options options;
+    options.asyncOp = !on_callers_stream_;
     if (timeout_) {
       options.timeout = *timeout_;
     }
@@ -132,6 +133,8 @@ class Adapter {
   CollectiveBackend* own_ = nullptr;  // backend_, where that is one
   Capabilities can_;
   std::optional<std::chrono::milliseconds> timeout_;
+  // Of a call on a device that waits at once.
+  bool on_callers_stream_ = false;
 };
 
 // The request with tensors that live as long as it needs them, and whose sources stay as they are

@@ -1,6 +1,7 @@
 #include "backends/adapter/capabilities.h"
 
 #include <c10/util/StringUtil.h>
+#include <c10/util/env.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <algorithm>
@@ -44,6 +45,7 @@ const std::map<std::string, Capabilities>& known() {
     // It keeps inputs until the wait, and not for the stream that waits.
     nccl.keeps_inputs = false;
     nccl.starts_messages_together = true;
+    nccl.may_run_on_callers_stream = true;
     // It is an all_reduce of one float, with or without the name.
     nccl.barrier_blocks_host = true;
 
@@ -122,6 +124,15 @@ Capabilities capabilities_of(const c10d::Backend& backend) {
   }
   const auto found = known().find(backend_name);
   return found != known().end() ? found->second : Capabilities();
+}
+
+bool runs_on_callers_stream(const Capabilities& can) {
+  const auto is_set = [](const char* name) {
+    const auto value = c10::utils::get_env(name);
+    return value && *value != "0";
+  };
+  return can.may_run_on_callers_stream && !is_set("TORCH_NCCL_BLOCKING_WAIT") &&
+         !is_set("NCCL_BLOCKING_WAIT");
 }
 
 void register_capabilities(const std::string& backend_name, const Capabilities& capabilities) {

@@ -16,6 +16,10 @@ namespace c10d_ext {
 // registered, as the table of those that torch brings has it, or the defaults.
 Capabilities capabilities_of(const c10d::Backend& backend);
 
+// Whether a call on a device that waits at once runs on its caller's stream. Not where torch's nccl
+// is told (TORCH_NCCL_BLOCKING_WAIT) to have waits block and raise: that takes a work.
+bool runs_on_callers_stream(const Capabilities& can);
+
 // For the plug-in that brings the backend. What was registered before under the name is forgotten.
 void register_capabilities(const std::string& backend_name, const Capabilities& capabilities);
 
