@@ -18,6 +18,7 @@ Environment:
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib.util
 import os
 import re
@@ -211,8 +212,19 @@ class Build(BuildExtension):
         for directory in directories:
             directory.mkdir(parents=True, exist_ok=True)
             (directory / "_built_with.py").write_text(
-                f'"""Written by setup.py."""\n\nTORCH_VERSION = "{torch.__version__}"\n'
+                '"""Written by setup.py."""\n\n'
+                f'TORCH_VERSION = "{torch.__version__}"\n'
+                f'SOURCES = "{digest_of_sources()}"\n'
             )
+
+
+def digest_of_sources():
+    """The same for the same sources: ranks of other ones may not understand each other."""
+    digest = hashlib.sha256()
+    package = (p for p in (ROOT / "torch_c10d_ext").rglob("*.py") if p.name != "_built_with.py")
+    for path in sorted([*package, *(ROOT / "csrc").rglob("*.cpp"), *(ROOT / "csrc").rglob("*.h")]):
+        digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
 
 
 def extension():

@@ -143,6 +143,7 @@ def connect_shm(
     progress_thread: bool,
     strict: int,
     algorithms: str,
+    build: str,
 ) -> tuple[dist.Backend | None, str, str]: ...
 
 class SplittableBackend(dist.Backend):

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torch_c10d_ext import _C, _engines
-from torch_c10d_ext._meeting import Meeting
+from torch_c10d_ext._meeting import BUILD, Meeting, other_build
 from torch_c10d_ext_autoload import SHM
 
 _log = logging.getLogger("torch_c10d_ext")
@@ -43,9 +43,14 @@ def connect(meeting: Meeting, session: str, settings: dict[str, Any]) -> tuple[A
     prefix = f"{session}/hosts/"
     watched = meeting.rendezvous(SHM).watched_store(prefix)
     wanted = _engines.own_engine()
-    own = {"host": own_host(), "engine": wanted, "problem": _engines.problem_of(wanted)}
+    own = {
+        "build": BUILD,
+        "host": own_host(),
+        "engine": wanted,
+        "problem": _engines.problem_of(wanted),
+    }
     said = _all_say(watched, "host", meeting, own)
-    _check_engines(said, meeting)
+    _check_alike(said, meeting)
     host_names = [each["host"] for each in said]
     engine = said[0]["engine"]
     _engines.prepare(engine, meeting)
@@ -102,8 +107,10 @@ def connect(meeting: Meeting, session: str, settings: dict[str, Any]) -> tuple[A
     return whole, engine
 
 
-def _check_engines(said: list[dict[str, str]], meeting: Meeting) -> None:
+def _check_alike(said: list[dict[str, str]], meeting: Meeting) -> None:
     where = meeting.where
+    if problem := other_build(said):
+        raise dist.DistBackendError(f"shm: {problem} {where}")
     for other, each in enumerate(said):
         if each["problem"]:
             raise ValueError(f"{_engines.NAME}: {each['problem']} on rank {other} {where}")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from torch_c10d_ext import _C
+from torch_c10d_ext import _C, __version__
+from torch_c10d_ext._built_with import SOURCES
+
+# Ranks of different builds may not understand each other.
+BUILD = f"{__version__} ({SOURCES})"
 
 # What clocks can count.
 _LONGEST = dt.timedelta(days=365)
@@ -81,3 +85,15 @@ class Meeting(NamedTuple):
         """What tells whether the others still come to make a group of ``backend``."""
         store, rank, size, _, name, global_ranks = self
         return _C.Rendezvous(store, rank, size, name, global_ranks, backend)
+
+
+def other_build(said: Sequence[Mapping[str, Any]]) -> str:
+    """What keeps ranks that say this of themselves from understanding each other, if anything."""
+    builds = [each.get("build", "an earlier one") for each in said]
+    for rank, build in enumerate(builds):
+        if build != builds[0]:
+            return (
+                f"all ranks must run the same build of torch_c10d_ext, got {builds[0]} on rank 0, "
+                f"{build} on rank {rank}"
+            )
+    return ""

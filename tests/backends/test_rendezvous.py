@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import logging
 import os
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from tests.backends.failures import Report, check_works, report
 from tests.harness import run
 from tests.harness.crew import crew, mark
 from tests.harness.worker import FALLBACK
-from torch_c10d_ext import _C
+from torch_c10d_ext import _C, _backends, _hosts, _mpi
 from torch_c10d_ext._engines import away
 
 BACKEND = "shm"
@@ -252,6 +254,28 @@ def _fall_back(odd: int) -> None:
 @pytest.mark.parametrize("odd", [0, 2])
 def test_all_ranks_use_gloo_where_one_cannot_share_memory(odd: int) -> None:
     run(3, _fall_back, odd, backend=BACKEND)
+
+
+def check_builds(odd: int, backend: str) -> None:
+    """All ranks hear of one that runs another build, and make a group where none does."""
+    rank = dist.get_rank()
+    build = "2 (c0ffee)" if rank == odd else "1 (facade)"
+    with contextlib.ExitStack() as patches:
+        for module in (_backends, _hosts, _mpi):
+            patches.enter_context(mock.patch.object(module, "BUILD", build))
+        with pytest.raises(dist.DistBackendError) as error:
+            dist.new_group(backend=backend)
+    text = str(error.value)
+    assert "all ranks must run the same build of torch_c10d_ext" in text
+    assert f"rank {odd or 1}" in text and "2 (c0ffee)" in text and "1 (facade)" in text
+    assert f"(rank {rank}/{dist.get_world_size()}, group '" in text
+    check_works(dist.new_group(backend=backend))
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+@pytest.mark.parametrize("backend", [BACKEND, FALLBACK])
+def test_ranks_of_different_builds_are_refused_on_all_ranks(backend: str, odd: int) -> None:
+    run(3, check_builds, odd, BACKEND, backend=backend)
 
 
 def _part_again() -> None:

@@ -23,6 +23,7 @@ import torch.distributed.distributed_c10d as c10d
 import torch_c10d_ext
 from tests import contract
 from tests.backends import test_checked as checked
+from tests.backends import test_rendezvous as rendezvous
 from tests.backends import test_shm as shm
 from tests.backends import test_shm_faults as faults
 from tests.backends.dist_ops import all_gather_single, reduce_scatter_single
@@ -361,6 +362,12 @@ def _a_registered_one() -> None:
 @pytest.mark.parametrize("hosts", ("abab",))
 def test_a_registered_backend_goes_between_hosts(hosts: str) -> None:
     run(len(hosts), _a_registered_one, backend=f"hosts:{hosts}")
+
+
+@pytest.mark.parametrize("hosts", ("aab",))
+@pytest.mark.parametrize("odd", (0, 2))
+def test_ranks_of_different_builds_are_refused_on_all_ranks(hosts: str, odd: int) -> None:
+    run(len(hosts), rendezvous.check_builds, odd, "shm", backend=f"hosts:{hosts}")
 
 
 def _unknown_and_mixed() -> None:

@@ -563,6 +563,11 @@ def test_ranks_with_different_libraries_are_refused(tmp_path: Path) -> None:
     _refused(tmp_path, str(_open_mpi()), "the ranks must use one MPI library, got MPICH")
 
 
+@pytest.mark.parametrize("odd", (0, 1))
+def test_ranks_of_different_builds_are_refused_on_all_ranks(odd: int) -> None:
+    run(2, rendezvous.check_builds, odd, MPI, backend=MPI)
+
+
 def test_gpus_are_not_served(tmp_path: Path) -> None:
     _refused(tmp_path, "", "mpi: it serves the CPU, got it for cuda", "cpu:gloo,cuda:mpi")
 

@@ -121,9 +121,9 @@ ShmBackend::Connected ShmBackend::connect(const c10::intrusive_ptr<c10d::Store>&
   auto shared = expected.joined([&] {
     return shm::join(expected.part_of_store(kPublicName), rank, size,
                      fits ? shm::Engine::mapping_bytes(size, settings.arena) : 0, options.timeout,
-                     fits ? ""
-                          : c10::str("a group has at most ", shm::Layout::kMaxSize,
-                                     " ranks on shared memory, got ", size));
+                     {settings.build, fits ? ""
+                                           : c10::str("a group has at most ", shm::Layout::kMaxSize,
+                                                      " ranks on shared memory, got ", size)});
   });
   if (!shared.membership) {
     return {{}, shared.why_not, shared.session};
@@ -189,7 +189,7 @@ void bind_shm(pybind11::module_& m) {
       [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Milliseconds timeout,
          const std::string& group_name, const GlobalRanks& global_ranks, size_t arena,
          std::chrono::microseconds spin_time, std::chrono::microseconds inline_time,
-         bool progress_thread, int strict, const std::string& algorithms)
+         bool progress_thread, int strict, const std::string& algorithms, const std::string& build)
           -> std::tuple<c10::intrusive_ptr<c10d::Backend>, std::string, std::string> {
         c10d::Backend::Options options(ShmBackend::kPublicName, timeout);
         options.group_name = group_name;
@@ -202,13 +202,14 @@ void bind_shm(pybind11::module_& m) {
         settings.call_sites = strict > 1;
         static_cast<void>(shm::parse_rules(algorithms));  // a mistake is told before ranks meet
         settings.engine.algorithms = algorithms;
+        settings.build = build;
         auto connected = ShmBackend::connect(store, rank, size, options, settings, global_ranks);
         return {connected.backend, connected.why_not, connected.session};
       },
       py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("group_name"),
       py::arg("global_ranks"), py::kw_only(), py::arg("arena"), py::arg("spin_time"),
       py::arg("inline_time"), py::arg("progress_thread"), py::arg("strict"), py::arg("algorithms"),
-      py::call_guard<py::gil_scoped_release>());
+      py::arg("build"), py::call_guard<py::gil_scoped_release>());
   m.def("close_shm_groups", &ShmBackend::close_all, py::arg("grace"),
         py::call_guard<py::gil_scoped_release>());
   m.def("shm_mapping_bytes", &shm::Engine::mapping_bytes, py::arg("size"), py::arg("arena"));

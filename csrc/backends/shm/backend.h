@@ -37,6 +37,7 @@ class ShmBackend final : public RequestBackend {
   struct Settings {
     size_t arena = 0;         // bytes of shared memory per rank
     bool call_sites = false;  // the ranks must call a collective from one line
+    std::string build;        // the same on all ranks
     shm::Settings engine;
   };
 

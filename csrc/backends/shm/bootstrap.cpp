@@ -24,19 +24,19 @@
 namespace c10d_ext::shm {
 
 Joined join(const KeyValueStore& store, int rank, int size, size_t bytes,
-            std::chrono::milliseconds timeout, const std::string& cannot) {
+            std::chrono::milliseconds timeout, const Self& self) {
   const Deadline deadline(timeout, store.interrupt);
   if (size > 1) {
-    return rank == 0 ? bootstrap::serve(store, size, bytes, deadline, cannot)
-                     : bootstrap::connect(store, rank, size, bytes, deadline, cannot);
+    return rank == 0 ? bootstrap::serve(store, size, bytes, deadline, self)
+                     : bootstrap::connect(store, rank, size, bytes, deadline, self);
   }
   const auto session = random_secret();
   std::shared_ptr<Mapping> mapping;
   const auto why_not = bootstrap::obstacle_to([&] {
-    bootstrap::check_able(cannot);
+    bootstrap::check_able(self.cannot);
     mapping = Mapping::create(with_pulses(bytes, 1));
   });
-  if (why_not.out_of_descriptors) {
+  if (why_not.is_final) {
     throw std::runtime_error("rank 0: " + why_not.text);
   }
   if (why_not) {

@@ -24,7 +24,7 @@ using std::chrono::milliseconds;
 class BootstrapClient {
  public:
   BootstrapClient(const KeyValueStore& store, int rank, int size, size_t bytes,
-                  const Deadline& deadline, std::string cannot)
+                  const Deadline& deadline, Self self)
       : store_(store),
         rank_(rank),
         size_(size),
@@ -32,15 +32,16 @@ class BootstrapClient {
         deadline_(deadline),
         // Rank 0 knows best whom it waits for: what it says at the deadline still counts.
         answer_deadline_(deadline.extended(milliseconds(2000))),
-        cannot_(std::move(cannot)) {}
+        self_(std::move(self)) {}
 
   Joined run() {
     while (true) {
       const auto address = await_address();
       const auto session = address.substr(0, kSecretSize);
-      const auto token = address.substr(kSecretSize);
+      const auto token = address.substr(kSecretSize, kSecretSize);
+      const auto build = address.substr(2 * kSecretSize);
       FdOwner socket;
-      const auto cannot = connect(session, socket);
+      const auto cannot = build == self_.build ? connect(session, socket) : stranger_to(build);
       auto joined =
           cannot ? report_in_store(address, session, cannot) : join_over_socket(socket, token);
       if (joined) {
@@ -60,10 +61,16 @@ class BootstrapClient {
       deadline_.pause(slice);
     }
     auto address = store_.get(kAddress, deadline_.left());
-    if (address.size() != 2 * kSecretSize) {
+    if (address.size() < 2 * kSecretSize) {
       throw std::runtime_error("rank 0 put no address into the store but '" + address + "'");
     }
     return address;
+  }
+
+  Obstacle stranger_to(const std::string& build) const {
+    return {"all ranks must run the same build of torch_c10d_ext, it runs " + self_.build +
+                ", rank 0 " + build,
+            true};
   }
 
   // Why it is impossible, if it is.
@@ -91,8 +98,7 @@ class BootstrapClient {
   // new one there: what is found under the old one does not name our nonce.
   std::optional<Joined> report_in_store(const std::string& address, const std::string& session,
                                         const Obstacle& cannot) {
-    store_.set(key_of(session, rank_),
-               nonce_ + (cannot.out_of_descriptors ? "1" : "0") + cannot.text);
+    store_.set(key_of(session, rank_), nonce_ + (cannot.is_final ? "1" : "0") + cannot.text);
     for (milliseconds slice{1}; !answer_deadline_.passed();
          slice = std::min(2 * slice, Deadline::kSlice)) {
       if (store_.has(verdict_key(session))) {
@@ -113,13 +119,12 @@ class BootstrapClient {
   std::optional<Joined> join_over_socket(const FdOwner& socket, const std::string& token) {
     Pipe pipe;
     const auto cannot = obstacle_to([&] {
-      check_able(cannot_);
+      check_able(self_.cannot);
       pipe = Pipe::open();
     });
     const auto own = identity();
-    Hello hello{
-        Kind::Hello, rank_, size_, {}, cannot.out_of_descriptors, bytes_, deadline_.left().count(),
-        own};
+    Hello hello{Kind::Hello, rank_, size_, {}, cannot.is_final, bytes_, deadline_.left().count(),
+                own};
     std::copy_n(token.begin(), kSecretSize, hello.token.begin());
     try {
       send(socket, encode(hello, cannot.text),
@@ -128,7 +133,7 @@ class BootstrapClient {
       std::unique_ptr<Membership> membership;
       if (message.head<Offer>(Kind::Offer)) {
         const auto refused = accept(socket, message, own, pipe, membership);
-        send(socket, encode(Answer{Kind::Answer, refused.out_of_descriptors}, refused.text), {},
+        send(socket, encode(Answer{Kind::Answer, refused.is_final}, refused.text), {},
              answer_deadline_);
         message = receive(socket, answer_deadline_);
       }
@@ -189,15 +194,15 @@ class BootstrapClient {
   int rank_, size_;
   size_t bytes_;
   Deadline deadline_, answer_deadline_;
-  const std::string cannot_;
+  const Self self_;
   const std::string nonce_ = random_secret();
 };
 
 }  // namespace
 
 Joined connect(const KeyValueStore& store, int rank, int size, size_t bytes,
-               const Deadline& deadline, const std::string& cannot) {
-  return BootstrapClient(store, rank, size, bytes, deadline, cannot).run();
+               const Deadline& deadline, const Self& self) {
+  return BootstrapClient(store, rank, size, bytes, deadline, self).run();
 }
 
 }  // namespace c10d_ext::shm::bootstrap

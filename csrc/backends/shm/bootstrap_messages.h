@@ -36,7 +36,7 @@ struct Hello {
   int32_t rank;
   int32_t size;
   std::array<char, kSecretSize> token;
-  uint32_t out_of_descriptors;
+  uint32_t is_final;
   uint64_t bytes;
   int64_t milliseconds_left;
   Identity identity;
@@ -48,7 +48,7 @@ struct Offer {
 
 struct Answer {
   Kind kind;
-  uint32_t out_of_descriptors;
+  uint32_t is_final;
 };  // followed by why the rank cannot join, or nothing
 
 struct Verdict {
@@ -121,8 +121,9 @@ uid_t user_behind(const FdOwner& socket);
 // Why a rank cannot share memory.
 struct Obstacle {
   std::string text;
-  // Sockets want more of what is missing than memory does: the ranks cannot do without it either.
-  bool out_of_descriptors = false;
+  // The ranks cannot do without memory either: it has no descriptors, of which sockets want more,
+  // or does not speak as rank 0 does.
+  bool is_final = false;
 
   explicit operator bool() const {
     return !text.empty();
@@ -151,16 +152,16 @@ std::vector<Peer> peers_of(const std::vector<Identity>& identities, const Identi
 
 // The store's keys. All but the address carry the session, so that what is left there by an
 // earlier group of the same name is never taken for an answer.
-constexpr const char* kAddress = "address";  // session and token
-// nonce, "1" if the rank is out of descriptors, the text
+constexpr const char* kAddress = "address";  // session, token and build, in all builds
+// nonce, "1" where it is final, the text; also in all builds, as is the verdict
 std::string key_of(const std::string& session, int rank);
 // For ranks that could not connect: their nonces, a line break, a Decision's digit, the text.
 std::string verdict_key(const std::string& session);
 
 // The two sides of join().
 Joined serve(const KeyValueStore& store, int size, size_t bytes, const Deadline& deadline,
-             const std::string& cannot);
+             const Self& self);
 Joined connect(const KeyValueStore& store, int rank, int size, size_t bytes,
-               const Deadline& deadline, const std::string& cannot);
+               const Deadline& deadline, const Self& self);
 
 }  // namespace c10d_ext::shm::bootstrap

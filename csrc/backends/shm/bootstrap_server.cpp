@@ -66,8 +66,8 @@ class Clients : public std::vector<Client> {
     int more = -1;
     for (int rank = 0; rank < count(); ++rank) {
       const auto& cannot = (*this)[rank].cannot;
-      if (cannot && (++more == 0 || (cannot.out_of_descriptors && !first.out_of_descriptors))) {
-        first = {"rank " + std::to_string(rank) + ": " + cannot.text, cannot.out_of_descriptors};
+      if (cannot && (++more == 0 || (cannot.is_final && !first.is_final))) {
+        first = {"rank " + std::to_string(rank) + ": " + cannot.text, cannot.is_final};
       }
     }
     if (more > 0) {
@@ -97,18 +97,17 @@ class Clients : public std::vector<Client> {
 
 class BootstrapServer {
  public:
-  BootstrapServer(const KeyValueStore& store, int size, size_t bytes, Deadline deadline,
-                  std::string cannot)
+  BootstrapServer(const KeyValueStore& store, int size, size_t bytes, Deadline deadline, Self self)
       : store_(store),
         bytes_(bytes),
         deadline_(std::move(deadline)),
-        cannot_(std::move(cannot)),
+        self_(std::move(self)),
         clients_(static_cast<size_t>(size)) {}
 
   Joined run() {
     clients_[0].identity = identity();
     clients_[0].cannot = obstacle_to([&] {
-      check_able(cannot_);
+      check_able(self_.cannot);
       mapping_ = Mapping::create(with_pulses(bytes_, size()));
       pipe_ = Pipe::open();
     });
@@ -116,14 +115,14 @@ class BootstrapServer {
     if (!clients_[0].cannot) {
       clients_[0].cannot = cannot_listen;
     }
-    store_.set(kAddress, session_ + token_);
+    store_.set(kAddress, session_ + token_ + self_.build);
     await_clients();
     auto why_not = clients_.obstacle();
     if (!why_not) {
       offer_memory();
       why_not = clients_.obstacle();
     }
-    if (why_not.out_of_descriptors) {
+    if (why_not.is_final) {
       fail(why_not.text);
     }
     send_verdict(why_not ? Decision::No : Decision::Go, why_not.text);
@@ -233,7 +232,7 @@ class BootstrapServer {
     }
     auto& client = clients_[hello->rank];
     client.identity = hello->identity;
-    client.cannot = {message->tail<Hello>(), hello->out_of_descriptors != 0};
+    client.cannot = {message->tail<Hello>(), hello->is_final != 0};
     client.socket = std::move(socket);
     deadline_.shorten(milliseconds(hello->milliseconds_left));
     if (client.cannot) {
@@ -293,7 +292,7 @@ class BootstrapServer {
         if (!answer) {
           throw PeerGone("it sent something else");
         }
-        client.cannot = {message.tail<Answer>(), answer->out_of_descriptors != 0};
+        client.cannot = {message.tail<Answer>(), answer->is_final != 0};
       } catch (const PeerGone& gone) {
         fail(clients_.name(rank) + " left while joining: " + gone.what());
       }
@@ -336,7 +335,7 @@ class BootstrapServer {
   const KeyValueStore& store_;
   size_t bytes_;
   Deadline deadline_;
-  const std::string cannot_;
+  const Self self_;
   const std::string session_ = random_secret();
   const std::string token_ = random_secret();
   Clients clients_;
@@ -352,8 +351,8 @@ class BootstrapServer {
 }  // namespace
 
 Joined serve(const KeyValueStore& store, int size, size_t bytes, const Deadline& deadline,
-             const std::string& cannot) {
-  return BootstrapServer(store, size, bytes, deadline, cannot).run();
+             const Self& self) {
+  return BootstrapServer(store, size, bytes, deadline, self).run();
 }
 
 }  // namespace c10d_ext::shm::bootstrap
