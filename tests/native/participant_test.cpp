@@ -338,6 +338,8 @@ void what_is_taken_is_over() {
   taken_by(0, number);  // it is not for that one
   taken_by(2, number + 1);
   CHECK(!rank.is_over(number));
+  CHECK(is_refused([&] { rank.hear(kTaken, Payload().put(2).put(0).put(1)); }));  // from rank 0
+  CHECK(!rank.is_over(number));
   taken_by(2, number);
   CHECK(rank.is_over(number));
 }

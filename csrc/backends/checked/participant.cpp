@@ -60,6 +60,9 @@ void Participant::obey(uint32_t kind, Payload& words) {
       break;
     case kTaken: {
       const auto [from, to] = take_way(words, roster_.place().size);
+      if (to != roster_.place().rank) {
+        throw std::runtime_error("what another rank has sent is taken");
+      }
       calls_.hear_of_messages([&, from = from](OwnMessages& messages) {
         messages.take(from, static_cast<uint64_t>(words.number()));
       });
