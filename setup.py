@@ -219,11 +219,11 @@ class Build(BuildExtension):
 
 
 def digest_of_sources():
-    """The same for the same sources: ranks of other ones may not understand each other."""
+    """The same for the same csrc: ranks of other ones may not understand each other."""
     digest = hashlib.sha256()
-    package = (p for p in (ROOT / "torch_c10d_ext").rglob("*.py") if p.name != "_built_with.py")
-    for path in sorted([*package, *(ROOT / "csrc").rglob("*.cpp"), *(ROOT / "csrc").rglob("*.h")]):
-        digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
+    for path in sorted([*(ROOT / "csrc").rglob("*.cpp"), *(ROOT / "csrc").rglob("*.h")]):
+        digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0")
+        digest.update(path.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
 
 

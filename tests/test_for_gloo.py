@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -370,12 +371,18 @@ def test_refuses_a_switch_without_meaning(size: int, odd: int) -> None:
         assert f"{SWITCH}: must be 0 or 1, got 'yes' on rank {odd} (rank {rank}/{size}, " in said
 
 
-def _uses_gloo_where_memory_cannot_be_shared() -> list[str]:
+def _uses_gloo_where_memory_cannot_be_shared(why: str) -> list[str]:
     from torch_c10d_ext import _backends
 
     _backends._told.clear()
-    odd = {DISABLE: "1"} if dist.get_rank() == 1 else {}
-    with Log() as log, switched(**odd):
+    is_odd = dist.get_rank() == 1
+    odd = {DISABLE: "1"} if is_odd and why == "disabled" else {}
+    build = "2 (c0ffee)" if is_odd and why == "another build" else "1 (facade)"
+    with (
+        Log() as log,
+        switched(**odd),
+        mock.patch.object(_backends, "own_build", return_value=build),
+    ):
         groups = [dist.new_group(backend="gloo", timeout=TIMEOUT) for _ in range(2)]
     for group in groups:
         # gloo itself, not shm's collectives over it.
@@ -388,10 +395,17 @@ def _uses_gloo_where_memory_cannot_be_shared() -> list[str]:
     return log.lines
 
 
-def test_uses_gloo_where_memory_cannot_be_shared() -> None:
-    said = run(2, _uses_gloo_where_memory_cannot_be_shared)
+@pytest.mark.parametrize(
+    ("why", "text"),
+    [
+        ("disabled", f"rank 1: {DISABLE}=1"),
+        ("another build", "rank 1: runs the build 2 (c0ffee), rank 0 1 (facade)"),
+    ],
+)
+def test_uses_gloo_where_memory_cannot_be_shared(why: str, text: str) -> None:
+    said = run(2, _uses_gloo_where_memory_cannot_be_shared, why)
     assert [len(lines) for lines in said] == [1, 0]
-    assert f"{DISABLE}=1" in said[0][0]
+    assert text in said[0][0]
 
 
 def _is_forbidden_by_the_environment() -> list[str]:

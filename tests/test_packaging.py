@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import torch_c10d_ext
+from torch_c10d_ext._meeting import digest_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -120,11 +122,37 @@ def test_works_away_from_the_source(wheel: Path, tmp_path: Path) -> None:
     assert values.strip() == "[1.0, 1.0]"
 
 
+def test_a_wheel_says_what_sources_it_is_of(wheel: Path) -> None:
+    digest = hashlib.sha256()
+    for source in sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".cpp", ".h")):
+        digest.update(source.relative_to(ROOT).as_posix().encode() + b"\0")
+        digest.update(source.read_bytes() + b"\0")
+    with zipfile.ZipFile(wheel) as archive:
+        said = archive.read("torch_c10d_ext/_built_with.py").decode()
+    assert f'SOURCES = "{digest.hexdigest()[:12]}"\n' in said
+
+
+def test_builds_of_other_sources_are_others(tmp_path: Path) -> None:
+    (tmp_path / "ops").mkdir()
+    (tmp_path / "a.py").write_text("1\n")
+    (tmp_path / "ops" / "b.py").write_text("2\n")
+    before = digest_of(tmp_path, "c0ffee")
+    (tmp_path / "_built_with.py").write_text("3\n")
+    assert digest_of(tmp_path, "c0ffee") == before
+    assert digest_of(tmp_path, "facade") != before
+    (tmp_path / "ops" / "b.py").rename(tmp_path / "ops" / "c.py")
+    renamed = digest_of(tmp_path, "c0ffee")
+    (tmp_path / "a.py").write_text("4\n")
+    assert len({before, renamed, digest_of(tmp_path, "c0ffee")}) == 3
+
+
 def test_refuses_another_torch(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
-    (site / "torch_c10d_ext" / "_built_with.py").write_text('TORCH_VERSION = "2.0.0"\n')
+    (site / "torch_c10d_ext" / "_built_with.py").write_text(
+        'TORCH_VERSION = "2.0.0"\nSOURCES = "c0ffee"\n'
+    )
     use = "import torch_c10d_ext"
     done = subprocess.run(
         [sys.executable, "-c", use],

@@ -11,6 +11,7 @@ import torch
 __version__ = "0.1.0"
 
 try:
+    from torch_c10d_ext._built_with import SOURCES as _SOURCES  # noqa: F401
     from torch_c10d_ext._built_with import TORCH_VERSION as _BUILT_WITH
 except ImportError as error:
     raise ImportError(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import torch_c10d_ext_autoload
 from torch_c10d_ext import _C, _exit, _hosts
-from torch_c10d_ext._meeting import BUILD, Meeting
+from torch_c10d_ext._meeting import Meeting, own_build
 from torch_c10d_ext_autoload import SHM
 
 _log = logging.getLogger("torch_c10d_ext")
@@ -70,7 +70,7 @@ def shm_settings(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
         "strict": _number("STRICT", text("STRICT"), 0, at_most=2),
         # Parsed by connect_shm(), which raises a ValueError as well.
         "algorithms": text("ALGORITHMS"),
-        "build": BUILD,
+        "build": own_build(),
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torch_c10d_ext import _C, _engines
-from torch_c10d_ext._meeting import BUILD, Meeting, other_build
+from torch_c10d_ext._meeting import Meeting, other_build, own_build
 from torch_c10d_ext_autoload import SHM
 
 _log = logging.getLogger("torch_c10d_ext")
@@ -44,7 +44,7 @@ def connect(meeting: Meeting, session: str, settings: dict[str, Any]) -> tuple[A
     watched = meeting.rendezvous(SHM).watched_store(prefix)
     wanted = _engines.own_engine()
     own = {
-        "build": BUILD,
+        "build": own_build(),
         "host": own_host(),
         "engine": wanted,
         "problem": _engines.problem_of(wanted),

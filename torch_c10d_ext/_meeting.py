@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import datetime as dt
+import functools
+import hashlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from torch_c10d_ext import _C, __version__
 from torch_c10d_ext._built_with import SOURCES
-
-# Ranks of different builds may not understand each other.
-BUILD = f"{__version__} ({SOURCES})"
 
 # What clocks can count.
 _LONGEST = dt.timedelta(days=365)
@@ -85,6 +85,22 @@ class Meeting(NamedTuple):
         """What tells whether the others still come to make a group of ``backend``."""
         store, rank, size, _, name, global_ranks = self
         return _C.Rendezvous(store, rank, size, name, global_ranks, backend)
+
+
+@functools.cache
+def own_build() -> str:
+    """What this rank runs: ranks of different builds may not understand each other."""
+    return f"{__version__} ({digest_of(Path(__file__).parent, SOURCES)})"
+
+
+def digest_of(package: Path, compiled: str) -> str:
+    """Of a package's Python, and of what stands for the rest."""
+    digest = hashlib.sha256(compiled.encode())
+    for source in sorted(package.rglob("*.py")):
+        if source.name != "_built_with.py":  # the torch it was built for may differ
+            digest.update(b"\0" + source.relative_to(package).as_posix().encode() + b"\0")
+            digest.update(source.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def other_build(said: Sequence[Mapping[str, Any]]) -> str:

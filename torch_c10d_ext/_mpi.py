@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from torch_c10d_ext import _C, _backends
-from torch_c10d_ext._meeting import BUILD, Meeting, other_build
+from torch_c10d_ext._meeting import Meeting, other_build, own_build
 
 NAME = "mpi"
 # What torch's table of plug-ins calls it: of "mpi" itself torch asks its own.
@@ -198,9 +198,9 @@ def _own_record() -> dict[str, Any]:
     try:
         version, _, is_open_mpi = _C.version_of_mpi(_started[3] if _started else library_path())
     except RuntimeError as error:
-        return {"build": BUILD, "error": str(error).removeprefix("mpi: ")}
+        return {"build": own_build(), "error": str(error).removeprefix("mpi: ")}
     return {
-        "build": BUILD,
+        "build": own_build(),
         "version": version,
         "is_open_mpi": is_open_mpi,
         "is_launched": _is_launched_by_mpi(),

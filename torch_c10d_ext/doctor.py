@@ -30,7 +30,7 @@ import torch.distributed as dist
 import torch_c10d_ext
 from torch_c10d_ext import _C, _backends
 from torch_c10d_ext._built_with import TORCH_VERSION
-from torch_c10d_ext._meeting import BUILD
+from torch_c10d_ext._meeting import own_build
 from torch_c10d_ext.run import is_entry_point_installed
 from torch_c10d_ext_autoload import SHM, SWITCH
 
@@ -206,7 +206,7 @@ def _of_speed(machine: Machine) -> Iterator[Finding]:
 
 def facts() -> Iterator[tuple[str, str]]:
     """What a bug report needs."""
-    yield "torch_c10d_ext", f"{BUILD}, {Path(torch_c10d_ext.__file__).parent}"
+    yield "torch_c10d_ext", f"{own_build()}, {Path(torch_c10d_ext.__file__).parent}"
     yield "torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"
     yield "built with", f"torch {TORCH_VERSION}, lazy tensors {'yes' if _C.has_lazy else 'no'}"
     yield (

@@ -262,13 +262,14 @@ def check_builds(odd: int, backend: str) -> None:
     build = "2 (c0ffee)" if rank == odd else "1 (facade)"
     with contextlib.ExitStack() as patches:
         for module in (_backends, _hosts, _mpi):
-            patches.enter_context(mock.patch.object(module, "BUILD", build))
+            patches.enter_context(mock.patch.object(module, "own_build", return_value=build))
         with pytest.raises(dist.DistBackendError) as error:
             dist.new_group(backend=backend)
-    text = str(error.value)
-    assert "all ranks must run the same build of torch_c10d_ext" in text
-    assert f"rank {odd or 1}" in text and "2 (c0ffee)" in text and "1 (facade)" in text
-    assert f"(rank {rank}/{dist.get_world_size()}, group '" in text
+    first, other = ("2 (c0ffee)", "1 (facade)") if odd == 0 else ("1 (facade)", "2 (c0ffee)")
+    assert (
+        f"all ranks must run the same build of torch_c10d_ext, got {first} on rank 0, {other} on "
+        f"rank {odd or 1} (rank {rank}/{dist.get_world_size()}, group '"
+    ) in str(error.value)
     check_works(dist.new_group(backend=backend))
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 import torch_c10d_ext.distributed as ext
@@ -26,16 +28,27 @@ NCCL, GLOO = "cpu:shm,cuda:nccl", "cpu:shm,cuda:gloo"
 COUNT = 1 << 14
 
 
-def _calls(x: Tensor) -> dict[str, Callable[[], object]]:
+def _block(api: Any, rows: Tensor, x: Tensor) -> None:
+    """Of each half of the values an all_gather, both in a coalescing block."""
+    with api._coalescing_manager(device=x.device):
+        for into, half in zip(rows.chunk(2), x.chunk(2), strict=True):
+            all_gather_single(into, half, api=dist if api is c10d else api)
+
+
+def _calls(
+    x: Tensor, rows: Tensor | None = None, part: Tensor | None = None
+) -> dict[str, Callable[[], object]]:
     """Into tensors that are there. `x` is summed up."""
     n = dist.get_world_size()
-    rows, part = x.new_empty(n * COUNT), x.new_empty(COUNT // n)
+    rows = x.new_empty(n * COUNT) if rows is None else rows
+    part = x.new_empty(COUNT // n) if part is None else part
     return {
         "all_reduce_inplace": lambda: F.all_reduce_inplace(x, "sum", None),
         "all_reduce": lambda: ext.all_reduce(x),
         "broadcast": lambda: ext.broadcast(x, 0),
         "all_gather": lambda: F.all_gather_tensor_inplace(rows, x, None),
         "reduce_scatter": lambda: F.reduce_scatter_tensor_inplace(part, x, "sum", None),
+        "all_gather, block": lambda: _block(ext, rows, x),
     }
 
 
@@ -66,6 +79,7 @@ def _more_records() -> dict[str, int]:
         "broadcast": lambda: dist.broadcast(x, 0),
         "all_gather": lambda: all_gather_single(rows, x),
         "reduce_scatter": lambda: reduce_scatter_single(part, x),
+        "all_gather, block": lambda: _block(c10d, rows, x),
     }
     more = {}
     for name, theirs in torchs.items():
@@ -82,12 +96,15 @@ def _more_records() -> dict[str, int]:
 # Where torch's nccl is told to have waits block, calls have works, and nccl's stream follows that
 # of the caller by an event. None comes after.
 @pytest.mark.parametrize(("blocking", "want"), [("0", 0), ("1", 1)])
-def test_calls_that_wait_record_as_many_events_as_torchs(blocking: str, want: int) -> None:
+def test_calls_that_wait_record_no_event_but_where_they_have_works(
+    blocking: str, want: int
+) -> None:
     pool.stop(ALONE)  # in whose memory no result of an earlier test was
     try:
         with mock.patch.dict(os.environ, TORCH_NCCL_BLOCKING_WAIT=blocking):
             for more in run_on_devices(2, _more_records, backend=ALONE):
-                assert set(more.values()) == {want}, more
+                block = more.pop("all_gather, block")  # torch's has one for itself
+                assert (set(more.values()), block) == ({want}, want - 1), more
     finally:
         pool.stop(ALONE)
 
@@ -154,30 +171,47 @@ def test_what_comes_next_comes_after(size: int) -> None:
         assert not failures
 
 
-def _memory_elsewhere() -> list[str]:
+def _memory_elsewhere(keeps_results: bool) -> list[str]:
     """Calls on another stream than their memory is from, which is then used again at once."""
+    n, rank = dist.get_world_size(), dist.get_rank()
     owner, caller = (torch.cuda.Stream(device()) for _ in range(2))
+    total = n * (n + 1) / 2
+    want = {
+        "all_gather": torch.arange(1.0, n + 1).repeat_interleave(COUNT),
+        "reduce_scatter": torch.full((COUNT // n,), total),
+    }
     failures = []
-    for name in _calls(torch.zeros(COUNT, device=device())):
-        torch.cuda.synchronize()
-        with torch.cuda.stream(owner):
-            x = torch.ones(COUNT, device=device())
-            calls = _calls(x)
-        caller.wait_stream(owner)
-        with torch.cuda.stream(caller):
-            torch.cuda._sleep(5_000_000)
-            calls[name]()
-        del x, calls
-        with torch.cuda.stream(owner):
-            junk = [torch.full((COUNT * k,), 9.0, device=device()) for k in (1, 1, 2, 4)]
-            junk += [torch.full((COUNT // k,), 9.0, device=device()) for k in (1, 1, 2, 4)]
-        torch.cuda.synchronize()
-        if not all(bool((j == 9.0).all()) for j in junk):
-            failures.append(name)
+    with single_rank_shortcut(False):
+        for name in want if keeps_results else _calls(torch.zeros(COUNT, device=device())):
+            torch.cuda.synchronize()
+            with torch.cuda.stream(owner):
+                x = torch.full((COUNT,), rank + 1.0, device=device())
+                rows, part = x.new_zeros(n * COUNT), x.new_zeros(COUNT // n)
+                call = _calls(x, rows, part)[name]
+            caller.wait_stream(owner)
+            with torch.cuda.stream(caller):
+                torch.cuda._sleep(5_000_000)
+                call()
+            results = {"all_gather": rows, "reduce_scatter": part} if keeps_results else {}
+            del x, rows, part, call
+            with torch.cuda.stream(owner):
+                sizes = [COUNT * k for k in (1, 1, 2, 4)] + [COUNT // k for k in (1, 1, 2, 4)]
+                junk = [
+                    torch.full((size,), 100.0 * (rank + 1) + i, device=device())
+                    for i, size in enumerate(sizes)
+                ]
+            torch.cuda.synchronize()
+            if not all(bool((j == 100.0 * (rank + 1) + i).all()) for i, j in enumerate(junk)):
+                failures.append(f"{name} wrote memory of others")
+            if results and not torch.equal(results[name].cpu(), want[name]):
+                failures.append(f"{name} read memory of others: {results[name][:2].tolist()}")
     return failures
 
 
+@pytest.mark.parametrize("keeps_results", [False, True])
 @pytest.mark.parametrize(("size", "backend"), [(1, NCCL), (2, NCCL), (2, GLOO)])
-def test_memory_is_kept_for_the_stream_of_the_call(size: int, backend: str) -> None:
-    for failures in run_on_devices(size, _memory_elsewhere, backend=backend):
+def test_memory_is_kept_for_the_stream_of_the_call(
+    size: int, backend: str, keeps_results: bool
+) -> None:
+    for failures in run_on_devices(size, _memory_elsewhere, keeps_results, backend=backend):
         assert not failures

@@ -1,8 +1,8 @@
 #include "backends/adapter/capabilities.h"
 
 #include <c10/util/StringUtil.h>
-#include <c10/util/env.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Utils.hpp>
 
 #include <algorithm>
 #include <array>
@@ -127,12 +127,10 @@ Capabilities capabilities_of(const c10d::Backend& backend) {
 }
 
 bool runs_on_callers_stream(const Capabilities& can) {
-  const auto is_set = [](const char* name) {
-    const auto value = c10::utils::get_env(name);
-    return value && *value != "0";
-  };
-  return can.may_run_on_callers_stream && !is_set("TORCH_NCCL_BLOCKING_WAIT") &&
-         !is_set("NCCL_BLOCKING_WAIT");
+  // As torch reads it, though at the first call and not for each group.
+  static const bool waits_block =
+      c10d::getCvarBool({"TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"}, false);
+  return can.may_run_on_callers_stream && !waits_block;
 }
 
 void register_capabilities(const std::string& backend_name, const Capabilities& capabilities) {

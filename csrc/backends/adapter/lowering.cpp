@@ -134,7 +134,9 @@ Started all_gather_uneven(const Adapter& adapter, const at::Tensor& source, cons
   } else if ((adapter.has(Method::AllGather) && adapter.can().gathers_uneven)) {
     std::vector<Tensors> lists{all.split_with_sizes(splits)};
     Tensors ins{in};
-    started.work = adapter.start([&](auto& backend) { return backend.allgather(lists, ins); });
+    const auto options = adapter.options<c10d::AllgatherOptions>();
+    started.work =
+        adapter.start([&](auto& backend) { return backend.allgather(lists, ins, options); });
     started.finish = adapter.keep(in);
   } else {
     // Everyone sends its rows to everyone: exactly the bytes needed on the wire, no padding.
@@ -169,7 +171,8 @@ Started barrier(const Adapter& adapter, const at::Device& device) {
     return all_gather_bytes(adapter, bytes_of(token[0]),
                             empty_bytes(adapter.size() * token[0].nbytes(), token[0]));
   }
-  WorkPtr work = adapter.start([&](auto& backend) { return backend.allreduce(token); });
+  const auto options = adapter.options<c10d::AllreduceOptions>();
+  WorkPtr work = adapter.start([&](auto& backend) { return backend.allreduce(token, options); });
   return {work, adapter.keep(token[0])};
 }
 
@@ -198,8 +201,10 @@ Started all_gather_coalesced(const Adapter& adapter, at::TensorList sources, at:
       buffers.push_back(bytes_of(buffer));
       finish = then(then(std::move(finish), adapter.keep(ins.back())), std::move(copy));
     }
-    WorkPtr work = adapter.start(
-        [&](auto& backend) { return backend.allgather_into_tensor_coalesced(buffers, ins); });
+    const auto options = adapter.options<c10d::AllgatherOptions>();
+    WorkPtr work = adapter.start([&](auto& backend) {
+      return backend.allgather_into_tensor_coalesced(buffers, ins, options);
+    });
     return {work, std::move(finish)};
   }
   if (!std::all_of(outs.begin(), outs.end(), is_of_first_dtype)) {

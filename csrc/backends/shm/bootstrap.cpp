@@ -36,7 +36,7 @@ Joined join(const KeyValueStore& store, int rank, int size, size_t bytes,
     bootstrap::check_able(self.cannot);
     mapping = Mapping::create(with_pulses(bytes, 1));
   });
-  if (why_not.is_final) {
+  if (why_not.out_of_descriptors) {
     throw std::runtime_error("rank 0: " + why_not.text);
   }
   if (why_not) {

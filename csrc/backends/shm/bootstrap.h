@@ -77,7 +77,7 @@ class Membership {
 struct Joined {
   // Set when every rank shares the memory; otherwise every rank has none, and `why_not` is the
   // same text on all of them ("rank 1: cannot reach rank 0's socket: Connection refused"). Where a
-  // rank has no descriptors left, or another build, joining fails instead on all of them.
+  // rank has no descriptors left, joining fails instead on all of them.
   std::unique_ptr<Membership> membership;
   std::string why_not;
   // The same text on all of them, and on nobody else: what they leave in the store under it was not
@@ -87,13 +87,12 @@ struct Joined {
 
 // What a rank knows of itself.
 struct Self {
-  std::string build;   // what it runs: ranks of different ones do not understand each other
+  std::string build;   // what it runs: ranks of different ones cannot share memory
   std::string cannot;  // why it cannot share memory, where that is known
 };
 
-// Collective over the group's ranks: all join, or none does. Throws only when the store fails, a
-// rank does not turn up before `timeout` (the text names the ranks that are missing), or one is of
-// another build than rank 0.
+// Collective over the group's ranks: all join, or none does. Throws only when the store fails or a
+// rank does not turn up before `timeout` (the text names the ranks that are missing).
 Joined join(const KeyValueStore& store, int rank, int size, size_t bytes,
             std::chrono::milliseconds timeout, const Self& self = {});
 

@@ -67,10 +67,10 @@ class BootstrapClient {
     return address;
   }
 
+  // What it says otherwise may mean something else.
   Obstacle stranger_to(const std::string& build) const {
-    return {"all ranks must run the same build of torch_c10d_ext, it runs " + self_.build +
-                ", rank 0 " + build,
-            true};
+    return {"runs the build " + self_.build + ", rank 0 " +
+            (build.empty() ? "an earlier one" : build)};
   }
 
   // Why it is impossible, if it is.
@@ -98,7 +98,8 @@ class BootstrapClient {
   // new one there: what is found under the old one does not name our nonce.
   std::optional<Joined> report_in_store(const std::string& address, const std::string& session,
                                         const Obstacle& cannot) {
-    store_.set(key_of(session, rank_), nonce_ + (cannot.is_final ? "1" : "0") + cannot.text);
+    store_.set(key_of(session, rank_),
+               nonce_ + (cannot.out_of_descriptors ? "1" : "0") + cannot.text);
     for (milliseconds slice{1}; !answer_deadline_.passed();
          slice = std::min(2 * slice, Deadline::kSlice)) {
       if (store_.has(verdict_key(session))) {
@@ -123,8 +124,9 @@ class BootstrapClient {
       pipe = Pipe::open();
     });
     const auto own = identity();
-    Hello hello{Kind::Hello, rank_, size_, {}, cannot.is_final, bytes_, deadline_.left().count(),
-                own};
+    Hello hello{
+        Kind::Hello, rank_, size_, {}, cannot.out_of_descriptors, bytes_, deadline_.left().count(),
+        own};
     std::copy_n(token.begin(), kSecretSize, hello.token.begin());
     try {
       send(socket, encode(hello, cannot.text),
@@ -133,7 +135,7 @@ class BootstrapClient {
       std::unique_ptr<Membership> membership;
       if (message.head<Offer>(Kind::Offer)) {
         const auto refused = accept(socket, message, own, pipe, membership);
-        send(socket, encode(Answer{Kind::Answer, refused.is_final}, refused.text), {},
+        send(socket, encode(Answer{Kind::Answer, refused.out_of_descriptors}, refused.text), {},
              answer_deadline_);
         message = receive(socket, answer_deadline_);
       }

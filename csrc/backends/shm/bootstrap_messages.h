@@ -36,7 +36,7 @@ struct Hello {
   int32_t rank;
   int32_t size;
   std::array<char, kSecretSize> token;
-  uint32_t is_final;
+  uint32_t out_of_descriptors;
   uint64_t bytes;
   int64_t milliseconds_left;
   Identity identity;
@@ -48,7 +48,7 @@ struct Offer {
 
 struct Answer {
   Kind kind;
-  uint32_t is_final;
+  uint32_t out_of_descriptors;
 };  // followed by why the rank cannot join, or nothing
 
 struct Verdict {
@@ -121,9 +121,8 @@ uid_t user_behind(const FdOwner& socket);
 // Why a rank cannot share memory.
 struct Obstacle {
   std::string text;
-  // The ranks cannot do without memory either: it has no descriptors, of which sockets want more,
-  // or does not speak as rank 0 does.
-  bool is_final = false;
+  // Sockets want more of what is missing than memory does: the ranks cannot do without it either.
+  bool out_of_descriptors = false;
 
   explicit operator bool() const {
     return !text.empty();
@@ -152,8 +151,8 @@ std::vector<Peer> peers_of(const std::vector<Identity>& identities, const Identi
 
 // The store's keys. All but the address carry the session, so that what is left there by an
 // earlier group of the same name is never taken for an answer.
-constexpr const char* kAddress = "address";  // session, token and build, in all builds
-// nonce, "1" where it is final, the text; also in all builds, as is the verdict
+constexpr const char* kAddress = "address";  // session, token and build: of all builds
+// nonce, "1" if the rank is out of descriptors, the text; of all builds, as the verdict is
 std::string key_of(const std::string& session, int rank);
 // For ranks that could not connect: their nonces, a line break, a Decision's digit, the text.
 std::string verdict_key(const std::string& session);

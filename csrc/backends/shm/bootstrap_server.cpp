@@ -66,8 +66,8 @@ class Clients : public std::vector<Client> {
     int more = -1;
     for (int rank = 0; rank < count(); ++rank) {
       const auto& cannot = (*this)[rank].cannot;
-      if (cannot && (++more == 0 || (cannot.is_final && !first.is_final))) {
-        first = {"rank " + std::to_string(rank) + ": " + cannot.text, cannot.is_final};
+      if (cannot && (++more == 0 || (cannot.out_of_descriptors && !first.out_of_descriptors))) {
+        first = {"rank " + std::to_string(rank) + ": " + cannot.text, cannot.out_of_descriptors};
       }
     }
     if (more > 0) {
@@ -122,7 +122,7 @@ class BootstrapServer {
       offer_memory();
       why_not = clients_.obstacle();
     }
-    if (why_not.is_final) {
+    if (why_not.out_of_descriptors) {
       fail(why_not.text);
     }
     send_verdict(why_not ? Decision::No : Decision::Go, why_not.text);
@@ -232,7 +232,7 @@ class BootstrapServer {
     }
     auto& client = clients_[hello->rank];
     client.identity = hello->identity;
-    client.cannot = {message->tail<Hello>(), hello->is_final != 0};
+    client.cannot = {message->tail<Hello>(), hello->out_of_descriptors != 0};
     client.socket = std::move(socket);
     deadline_.shorten(milliseconds(hello->milliseconds_left));
     if (client.cannot) {
@@ -292,7 +292,7 @@ class BootstrapServer {
         if (!answer) {
           throw PeerGone("it sent something else");
         }
-        client.cannot = {message.tail<Answer>(), answer->is_final != 0};
+        client.cannot = {message.tail<Answer>(), answer->out_of_descriptors != 0};
       } catch (const PeerGone& gone) {
         fail(clients_.name(rank) + " left while joining: " + gone.what());
       }
