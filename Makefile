@@ -170,6 +170,7 @@ format: $(VENV)/.dev
 	@$(BIN)/clang-format -i $(CPP) $(CPP_TESTS)
 
 wheel: $(VENV)/.torch
+	@rm -rf build/lib*/torch_c10d_ext  # a module that is there no longer would stay
 	@$(PY) -m pip wheel --no-build-isolation --no-deps -w dist .
 
 clean:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import torch_c10d_ext
-from torch_c10d_ext._meeting import digest_of
+from torch_c10d_ext._meeting import digest_of, own_build
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -120,6 +120,9 @@ def test_works_away_from_the_source(wheel: Path, tmp_path: Path) -> None:
     )
     assert Path(where).is_relative_to(site)
     assert values.strip() == "[1.0, 1.0]"
+    ask = "from torch_c10d_ext._meeting import own_build; print(own_build())"
+    said = run([sys.executable, "-c", ask], tmp_path, PYTHONPATH=str(site))
+    assert said.strip() == own_build()  # of a build in place
 
 
 def test_a_wheel_says_what_sources_it_is_of(wheel: Path) -> None:
@@ -138,7 +141,13 @@ def test_builds_of_other_sources_are_others(tmp_path: Path) -> None:
     (tmp_path / "ops" / "b.py").write_text("2\n")
     before = digest_of(tmp_path, "c0ffee")
     (tmp_path / "_built_with.py").write_text("3\n")
+    (tmp_path / ".#a.py").symlink_to("nobody's")  # an editor's
+    (tmp_path / ".checkpoints").mkdir()
+    (tmp_path / ".checkpoints" / "a.py").write_text("5\n")
     assert digest_of(tmp_path, "c0ffee") == before
+    assert digest_of(tmp_path, "c0ffee", tmp_path / "_built_with.py") == before
+    other = tmp_path / "other"
+    assert digest_of(tmp_path, "c0ffee", other) != before  # it cannot be read
     assert digest_of(tmp_path, "facade") != before
     (tmp_path / "ops" / "b.py").rename(tmp_path / "ops" / "c.py")
     renamed = digest_of(tmp_path, "c0ffee")

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torch_c10d_ext import _C, _engines
-from torch_c10d_ext._meeting import Meeting, other_build, own_build
+from torch_c10d_ext._meeting import Meeting, let_all_hear, other_build, own_build
 from torch_c10d_ext_autoload import SHM
 
 _log = logging.getLogger("torch_c10d_ext")
@@ -43,6 +43,8 @@ def connect(meeting: Meeting, session: str, settings: dict[str, Any]) -> tuple[A
     prefix = f"{session}/hosts/"
     watched = meeting.rendezvous(SHM).watched_store(prefix)
     wanted = _engines.own_engine()
+    # Where ranks of different builds, this one's and later ones, say which: the first thing in the
+    # store when they cannot share memory.
     own = {
         "build": own_build(),
         "host": own_host(),
@@ -50,7 +52,9 @@ def connect(meeting: Meeting, session: str, settings: dict[str, Any]) -> tuple[A
         "problem": _engines.problem_of(wanted),
     }
     said = _all_say(watched, "host", meeting, own)
-    _check_alike(said, meeting)
+    if error := _why_not(said, meeting):
+        let_all_hear(watched, rank, size)
+        raise error
     host_names = [each["host"] for each in said]
     engine = said[0]["engine"]
     _engines.prepare(engine, meeting)
@@ -107,18 +111,20 @@ def connect(meeting: Meeting, session: str, settings: dict[str, Any]) -> tuple[A
     return whole, engine
 
 
-def _check_alike(said: list[dict[str, str]], meeting: Meeting) -> None:
+def _why_not(said: list[dict[str, str]], meeting: Meeting) -> Exception | None:
+    """What keeps ranks that say this of themselves from being a group; the same on all of them."""
     where = meeting.where
     if problem := other_build(said):
-        raise dist.DistBackendError(f"shm: {problem} {where}")
+        return dist.DistBackendError(f"shm: {problem} {where}")
     for other, each in enumerate(said):
         if each["problem"]:
-            raise ValueError(f"{_engines.NAME}: {each['problem']} on rank {other} {where}")
+            return ValueError(f"{_engines.NAME}: {each['problem']} on rank {other} {where}")
         if each["engine"] != said[0]["engine"]:
-            raise dist.DistBackendError(
+            return dist.DistBackendError(
                 f"shm: {_engines.NAME} must be the same on all ranks, got {said[0]['engine']!r} on "
                 f"rank 0, {each['engine']!r} on rank {other} {where}"
             )
+    return None
 
 
 def _all_say(watched: Any, key: str, meeting: Meeting, own: Any) -> list[Any]:

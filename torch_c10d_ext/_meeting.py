@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import functools
 import hashlib
@@ -11,11 +12,14 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+import torch_c10d_ext_autoload
 from torch_c10d_ext import _C, __version__
 from torch_c10d_ext._built_with import SOURCES
 
 # What clocks can count.
 _LONGEST = dt.timedelta(days=365)
+# What ranks that all refuse to go on have to hear of it.
+_HEARING = dt.timedelta(seconds=2)
 
 
 class Meeting(NamedTuple):
@@ -89,18 +93,34 @@ class Meeting(NamedTuple):
 
 @functools.cache
 def own_build() -> str:
-    """What this rank runs: ranks of different builds may not understand each other."""
-    return f"{__version__} ({digest_of(Path(__file__).parent, SOURCES)})"
+    """What is installed here: ranks of different builds may not understand each other."""
+    autoload = Path(str(torch_c10d_ext_autoload.__file__))
+    return f"{__version__} ({digest_of(Path(__file__).parent, SOURCES, autoload)})"
 
 
-def digest_of(package: Path, compiled: str) -> str:
-    """Of a package's Python, and of what stands for the rest."""
+def digest_of(package: Path, compiled: str, *others: Path) -> str:
+    """Of a package's Python, other files, and what stands for what was compiled."""
+    sources = {path.relative_to(package).as_posix(): path for path in package.rglob("*.py")}
+    sources |= {path.name: path for path in others}
     digest = hashlib.sha256(compiled.encode())
-    for source in sorted(package.rglob("*.py")):
-        if source.name != "_built_with.py":  # the torch it was built for may differ
-            digest.update(b"\0" + source.relative_to(package).as_posix().encode() + b"\0")
-            digest.update(source.read_bytes())
+    for name, path in sorted(sources.items()):
+        # An editor's; or of the torch that it was built for, which may differ.
+        if any(part.startswith(".") for part in name.split("/")) or name == "_built_with.py":
+            continue
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            content = str(error.errno).encode()  # ranks are to refuse each other, not to hang
+        digest.update(b"\0" + name.encode() + b"\0" + content)
     return digest.hexdigest()[:12]
+
+
+def let_all_hear(watched: Any, rank: int, size: int) -> None:
+    """Called by all ranks that are about to raise: with rank 0's process the store may end."""
+    with contextlib.suppress(dist.DistError):  # who does not come will not know why
+        watched.set(f"heard/{rank}", "")
+        if rank == 0:
+            watched.wait([f"heard/{other}" for other in range(size)], _HEARING)
 
 
 def other_build(said: Sequence[Mapping[str, Any]]) -> str:

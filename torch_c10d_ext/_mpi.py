@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from torch_c10d_ext import _C, _backends
-from torch_c10d_ext._meeting import Meeting, other_build, own_build
+from torch_c10d_ext._meeting import Meeting, let_all_hear, other_build, own_build
 
 NAME = "mpi"
 # What torch's table of plug-ins calls it: of "mpi" itself torch asks its own.
@@ -189,6 +189,7 @@ def meet(meeting: Meeting) -> None:
         records.append(json.loads(watched.get(str(other))))
     problem = _problem_of(records)
     if problem:
+        let_all_hear(watched, rank, size)
         raise dist.DistBackendError(f"mpi: {problem} {meeting.where}")
     _start(timeout, (store, rank, size))
 
@@ -200,7 +201,7 @@ def _own_record() -> dict[str, Any]:
     except RuntimeError as error:
         return {"build": own_build(), "error": str(error).removeprefix("mpi: ")}
     return {
-        "build": own_build(),
+        "build": own_build(),  # of all builds
         "version": version,
         "is_open_mpi": is_open_mpi,
         "is_launched": _is_launched_by_mpi(),

@@ -22,9 +22,11 @@ import torch.distributed as dist
 from tests.backends.failures import Report, check_works, report
 from tests.harness import run
 from tests.harness.crew import crew, mark
+from tests.harness.script import torchrun
 from tests.harness.worker import FALLBACK
 from torch_c10d_ext import _C, _backends, _hosts, _mpi
 from torch_c10d_ext._engines import away
+from torch_c10d_ext._meeting import other_build
 
 BACKEND = "shm"
 
@@ -277,6 +279,48 @@ def check_builds(odd: int, backend: str) -> None:
 @pytest.mark.parametrize("backend", [BACKEND, FALLBACK])
 def test_ranks_of_different_builds_are_refused_on_all_ranks(backend: str, odd: int) -> None:
     run(3, check_builds, odd, BACKEND, backend=backend)
+
+
+def test_a_record_without_a_build_is_of_an_earlier_one() -> None:
+    assert other_build([{"build": "1"}, {"build": "1"}]) == ""
+    assert "got an earlier one on rank 0, 1 on rank 1" in other_build([{}, {"build": "1"}])
+    assert "got 1 on rank 0, an earlier one on rank 2" in other_build([{"build": "1"}] * 2 + [{}])
+
+
+# Rank 0 has the store, which ends with it, and nothing else to do; rank 1 takes its time to read.
+STORE_THAT_ENDS = """
+import json, os, time, types
+import torch.distributed as dist
+import torch_c10d_ext
+from torch_c10d_ext import _backends, _hosts
+
+rank = int(os.environ["RANK"])
+agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+if rank == 0:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    agent.set("port", str(store.port))
+else:
+    store = dist.TCPStore("127.0.0.1", int(agent.get("port")))
+_backends.own_build = _hosts.own_build = lambda: f"build {rank}"
+
+def slowly(text):
+    time.sleep(0.3)
+    return json.loads(text)
+
+if rank == 1:
+    _hosts.json = types.SimpleNamespace(dumps=json.dumps, loads=slowly)
+try:
+    dist.init_process_group("shm", store=store, rank=rank, world_size=2)
+except dist.DistBackendError as error:
+    print(error, flush=True)
+"""
+
+
+def test_all_hear_why_they_are_no_group_though_the_store_ends_with_rank_0(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(STORE_THAT_ENDS)
+    said = torchrun(2, program, [], deadline=60)
+    assert said.count("got build 0 on rank 0, build 1 on rank 1 (rank ") == 2, said
 
 
 def _part_again() -> None:

@@ -321,19 +321,48 @@ void ranks_that_want_different_memory() {
 
 // Whatever else differs between builds, this is how they tell.
 void ranks_of_different_builds() {
-  for (const int odd : {0, 1, 2}) {
-    const Group group;
-    run_ranks(3, [&](int rank) {
-      const std::string build = rank == odd ? "2 (cd)" : "1 (ab)";
-      const auto joined = c10d_ext::shm::join(store_in(group.log), rank, 3,
-                                              rank == odd ? 4096 : kBytes, kLong, {build, {}});
-      CHECK(joined.membership == nullptr);
-      CHECK_EQUAL(joined.why_not,
-                  odd == 0
-                      ? "rank 1: runs the build 1 (ab), rank 0 2 (cd) (and 1 more rank)"
-                      : "rank " + std::to_string(odd) + ": runs the build 2 (cd), rank 0 1 (ab)");
-    });
+  for (const std::string other : {"2 (cd)", ""}) {
+    for (const int odd : {0, 1, 2}) {
+      const Group group;
+      auto* sessions = shared<std::array<char[64], 3>>();
+      run_ranks(3, [&](int rank) {
+        const std::string build = rank == odd ? other : "1 (ab)";
+        const auto joined = c10d_ext::shm::join(store_in(group.log), rank, 3,
+                                                rank == odd ? 4096 : kBytes, kLong, {build, {}});
+        CHECK(joined.membership == nullptr);
+        const std::string first = other.empty() ? "an earlier one" : other;
+        CHECK_EQUAL(joined.why_not, odd == 0 ? "rank 1: runs the build 1 (ab), rank 0 " + first +
+                                                   " (and 1 more rank)"
+                                             : "rank " + std::to_string(odd) + ": runs the build " +
+                                                   other + ", rank 0 1 (ab)");
+        joined.session.copy((*sessions)[rank], sizeof((*sessions)[rank]) - 1);
+      });
+      const std::string session = (*sessions)[0];
+      CHECK(!session.empty() && session == (*sessions)[1] && session == (*sessions)[2]);
+    }
   }
+}
+
+// As an earlier or a later build has it: what must stay as it is.
+void a_rank_of_another_build_that_only_knows_the_store() {
+  const Group group;
+  run_ranks(2, [&](int rank) {
+    const auto store = store_in(group.log);
+    if (rank == 0) {
+      const auto joined = c10d_ext::shm::join(store, 0, 2, kBytes, kLong, {"1 (ab)", {}});
+      CHECK_EQUAL(joined.why_not, "rank 1: runs the build 9 (ef), rank 0 1 (ab)");
+      return;
+    }
+    CHECK(eventually([&] { return store.has("address"); }));
+    const auto address = store.get("address", kLong);
+    CHECK_EQUAL(address.substr(64), "1 (ab)");
+    const auto session = address.substr(0, 32);
+    const std::string nonce(32, 'n');
+    store.set(session + "/1", nonce + "0runs the build 9 (ef), rank 0 1 (ab)");
+    CHECK(eventually([&] { return store.has(session + "/verdict"); }));
+    CHECK_EQUAL(store.get(session + "/verdict", kLong),
+                nonce + "\n1rank 1: runs the build 9 (ef), rank 0 1 (ab)");
+  });
 }
 
 // A rank runs out of descriptors at every point of the join in turn. All fail, soon, as gloo would
@@ -1082,6 +1111,7 @@ const std::vector<Test> kTests = {
     TEST(a_rank_that_cannot),
     TEST(ranks_that_want_different_memory),
     TEST(ranks_of_different_builds),
+    TEST(a_rank_of_another_build_that_only_knows_the_store),
     TEST(too_few_descriptors),
     TEST(a_rank_that_never_comes),
     TEST(the_earliest_deadline_counts),

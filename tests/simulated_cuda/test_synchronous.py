@@ -109,6 +109,16 @@ def test_calls_that_wait_record_no_event_but_where_they_have_works(
         pool.stop(ALONE)
 
 
+def test_other_backends_do_not_read_nccls_variables() -> None:
+    backend = "cuda:gloo"
+    pool.stop(backend)
+    try:
+        with mock.patch.dict(os.environ, TORCH_NCCL_BLOCKING_WAIT="maybe"):  # nccl would refuse it
+            run_on_devices(2, _events, backend=backend)
+    finally:
+        pool.stop(backend)
+
+
 def _after_a_wait(shortcut: bool) -> list[str]:
     """A wait on another stream follows calls that write a result after its first wait."""
     n = dist.get_world_size()

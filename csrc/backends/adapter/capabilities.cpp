@@ -127,10 +127,13 @@ Capabilities capabilities_of(const c10d::Backend& backend) {
 }
 
 bool runs_on_callers_stream(const Capabilities& can) {
-  // As torch reads it, though at the first call and not for each group.
+  if (!can.may_run_on_callers_stream) {
+    return false;
+  }
+  // As torch reads it, though at the first such call and not for each group.
   static const bool waits_block =
       c10d::getCvarBool({"TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"}, false);
-  return can.may_run_on_callers_stream && !waits_block;
+  return !waits_block;
 }
 
 void register_capabilities(const std::string& backend_name, const Capabilities& capabilities) {
