@@ -219,7 +219,7 @@ class Build(BuildExtension):
 
 
 def digest_of_sources():
-    """The same for the same csrc: ranks of other ones may not understand each other."""
+    """Hashes csrc: ranks of different sources may not understand each other."""
     digest = hashlib.sha256()
     for path in sorted([*(ROOT / "csrc").rglob("*.cpp"), *(ROOT / "csrc").rglob("*.h")]):
         digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0")

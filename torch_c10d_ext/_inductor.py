@@ -8,7 +8,6 @@ its communication scheduling (``sink_waits``, ``raise_comms``, reordering) like 
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib.abc
 import importlib.util
 import operator
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from torch_c10d_ext._groups import places
+from torch_c10d_ext._meeting import digest_of
 from torch_c10d_ext._op_info import COALESCED, FUNCTIONAL, IN_PLACE, forms_of
 
 _LOWERING_MODULE = "torch._inductor.lowering"
@@ -241,12 +241,8 @@ class _CacheTag(str):
 
 @functools.cache
 def _fingerprint() -> str:
-    digest = hashlib.sha256()
     root = Path(__file__).parent
-    for source in sorted([*root.rglob("*.py"), *root.glob("_C*.so")]):
-        digest.update(source.relative_to(root).as_posix().encode())
-        digest.update(source.read_bytes())
-    return digest.hexdigest()[:16]
+    return digest_of(root, "", *root.glob("_C*.so"))
 
 
 @lowering(torch.ops.c10d_ext.wait_tensor.default)

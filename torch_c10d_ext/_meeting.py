@@ -18,7 +18,7 @@ from torch_c10d_ext._built_with import SOURCES
 
 # What clocks can count.
 _LONGEST = dt.timedelta(days=365)
-# What ranks that all refuse to go on have to hear of it.
+# How long rank 0 waits for the others to have read why the group cannot be made.
 _HEARING = dt.timedelta(seconds=2)
 
 
@@ -93,13 +93,13 @@ class Meeting(NamedTuple):
 
 @functools.cache
 def own_build() -> str:
-    """What is installed here: ranks of different builds may not understand each other."""
+    """Names what is installed here: ranks of different builds may not understand each other."""
     autoload = Path(str(torch_c10d_ext_autoload.__file__))
     return f"{__version__} ({digest_of(Path(__file__).parent, SOURCES, autoload)})"
 
 
 def digest_of(package: Path, compiled: str, *others: Path) -> str:
-    """Of a package's Python, other files, and what stands for what was compiled."""
+    """Hashes a package's Python, other files, and a text that stands for what was compiled."""
     sources = {path.relative_to(package).as_posix(): path for path in package.rglob("*.py")}
     sources |= {path.name: path for path in others}
     digest = hashlib.sha256(compiled.encode())
@@ -116,7 +116,10 @@ def digest_of(package: Path, compiled: str, *others: Path) -> str:
 
 
 def let_all_hear(watched: Any, rank: int, size: int) -> None:
-    """Called by all ranks that are about to raise: with rank 0's process the store may end."""
+    """Waits, on rank 0, until all ranks know why they will raise. All of them call it.
+
+    The store may end with rank 0's process.
+    """
     with contextlib.suppress(dist.DistError):  # who does not come will not know why
         watched.set(f"heard/{rank}", "")
         if rank == 0:

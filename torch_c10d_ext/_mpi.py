@@ -201,7 +201,7 @@ def _own_record() -> dict[str, Any]:
     except RuntimeError as error:
         return {"build": own_build(), "error": str(error).removeprefix("mpi: ")}
     return {
-        "build": own_build(),  # of all builds
+        "build": own_build(),  # every build must say it
         "version": version,
         "is_open_mpi": is_open_mpi,
         "is_launched": _is_launched_by_mpi(),
