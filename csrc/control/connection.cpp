@@ -127,6 +127,9 @@ bool Connection::listen(size_t limit) {
         reader_.take_attached(attached);
       }
       is_allowed = reader_.take({some.data(), count - attached}, limit);
+      if (is_allowed && !reader_.has_postponed() && count < most + some.size()) {
+        return true;  // there was no more
+      }
       continue;
     }
     if (now == 0) {

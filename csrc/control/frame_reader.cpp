@@ -7,11 +7,11 @@ namespace c10d_ext {
 
 namespace {
 
-// From the beginning of `bytes`, until `text` has that length.
-void move_to(std::string& text, std::string_view& bytes, size_t length) {
-  const size_t count = std::min(bytes.size(), length - text.size());
-  text += bytes.substr(0, count);
-  bytes.remove_prefix(count);
+// So many from the beginning of `bytes`, as far as there are.
+std::string_view take_from(std::string_view& bytes, size_t count) {
+  const auto taken = bytes.substr(0, count);
+  bytes.remove_prefix(taken.size());
+  return taken;
 }
 
 }  // namespace
@@ -28,7 +28,7 @@ void FrameReader::take_attached(size_t count) {
   const char* first = attached_.get();
   SharedBytes attached({std::move(attached_), first}, has_attached_);
   frames_.push_back({lengths_.kind, Payload(std::move(words_), std::move(attached))});
-  heading_.clear();
+  has_heading_ = 0;
   words_.clear();
   attached_.reset();
   has_attached_ = 0;
@@ -41,19 +41,21 @@ bool FrameReader::take(std::string_view bytes, size_t limit) {
     bytes = all;
   }
   while (!bytes.empty() && !is_over_) {
-    if (heading_.size() < sizeof(Heading)) {
-      move_to(heading_, bytes, sizeof(Heading));
-      if (heading_.size() < sizeof(Heading)) {
+    if (has_heading_ < sizeof(Heading)) {
+      const auto more = take_from(bytes, sizeof(Heading) - has_heading_);
+      std::memcpy(reinterpret_cast<char*>(&lengths_) + has_heading_, more.data(), more.size());
+      has_heading_ += more.size();
+      if (has_heading_ < sizeof(Heading)) {
         break;
       }
-      std::memcpy(&lengths_, heading_.data(), sizeof(Heading));
       if (lengths_.words > limit || lengths_.attached > limit - lengths_.words) {
         is_over_ = frames_.empty();
-        postponed_ = std::exchange(heading_, {}).append(bytes);
+        has_heading_ = 0;
+        postponed_.assign(reinterpret_cast<const char*>(&lengths_), sizeof(Heading)).append(bytes);
         break;
       }
     }
-    move_to(words_, bytes, lengths_.words);
+    words_ += take_from(bytes, lengths_.words - words_.size());
     if (words_.size() < lengths_.words) {
       break;
     }

@@ -52,8 +52,9 @@ class FrameReader {
   std::string postponed_;
   bool is_over_ = false;
   // Of the sentence that is being read.
-  std::string heading_, words_;
   Heading lengths_{};
+  size_t has_heading_ = 0;
+  std::string words_;
   std::shared_ptr<char[]> attached_;
   size_t has_attached_ = 0;
 

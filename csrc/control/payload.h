@@ -22,6 +22,10 @@ class Payload {
     attach(std::move(attached));
   }
 
+  // Room for words of so many bytes.
+  void reserve(size_t bytes) {
+    words_.reserve(bytes);
+  }
   Payload& put(int64_t number);
   Payload& put(std::string_view text);
   Payload& put_data(const SharedBytes& data);

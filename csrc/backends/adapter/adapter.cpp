@@ -29,7 +29,6 @@ Adapter::Adapter(std::string_view op, const Group& group, const at::Tensor& t)
     value_error(op, group, "the group must have a backend for the tensor's device, got ",
                 t.device());
   }
-  own_ = CollectiveBackend::of(*backend_);
   can_ = capabilities_of(*backend_);
   on_callers_stream_ = !t.is_cpu() && SyncScope::is_on() && runs_on_callers_stream(can_);
 }
@@ -39,7 +38,6 @@ Adapter::Adapter(std::string_view op, const Group& group, c10::intrusive_ptr<c10
     : op_(op),
       place_(place_of(group)),
       backend_(std::move(backend)),
-      own_(CollectiveBackend::of(*backend_)),
       can_(capabilities),
       timeout_(timeout) {}
 

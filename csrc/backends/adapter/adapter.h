@@ -63,8 +63,8 @@ class Adapter {
   template <class Call>
   c10::intrusive_ptr<c10d::Work> start_message(const Message& message, const at::Tensor& wire,
                                                Call&& call) const {
-    if (own_ != nullptr) {
-      return own_->post_message(message, wire, call);
+    if (auto* own = backend_ ? CollectiveBackend::of(*backend_) : nullptr) {
+      return own->post_message(message, wire, call);
     }
     check_has(message.sends ? Method::Send : Method::Recv);
     const auto peer = static_cast<int>(message.peer);
@@ -130,7 +130,6 @@ class Adapter {
   Group place_;
   c10::intrusive_ptr<c10d::Backend> backend_;
   c10d::ProcessGroup* process_group_ = nullptr;
-  CollectiveBackend* own_ = nullptr;  // backend_, where that is one
   Capabilities can_;
   std::optional<std::chrono::milliseconds> timeout_;
   // Of a call on a device that waits at once.

@@ -28,7 +28,7 @@ using Kind = ErrorKind;
 
 // For so long after a caller's wait another one is expected: ranks that are at little data wait
 // one time after the other, and a thread that is woken in between takes more than it does.
-constexpr Milliseconds kLull{1};
+constexpr Milliseconds kLull{2};
 
 thread_local bool agreeing_here = false;
 

@@ -155,6 +155,7 @@ CheckedBackend::CheckedBackend(c10::intrusive_ptr<c10d::Backend> inner,
       agreement_(meet(Rendezvous(group_, store_, global_ranks_, options.backend), group_,
                       options.timeout, *inner_)),
       little_(little_of(inner_can_, piggyback, *agreement_)),
+      piggyback_(make_piggyback_backend(group_)),
       known_group_(
           known_group(global_ranks_, [a = agreement_](int rank) { return a->gone(rank); })) {
   OpenGroups<Agreement>::of_this_process().add(agreement_);
@@ -213,14 +214,13 @@ AgreedCall CheckedBackend::agreed_call(string_view op, Milliseconds timeout, Fin
   const auto kept = std::make_shared<HeldRequest>(std::move(request));
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   AgreedCall call{op, std::move(called), timeout, {}, is_quick(*kept)};
-  const bool is_little = reduces_little(*kept, group_, little_);
   call.called.manner = manner_of(*kept, group_, little_);
-  call.begin = [kept, adapter = inner(op, timeout, is_little)] {
+  call.begin = [kept, adapter = inner(op, timeout, reduces_little(*kept, group_, little_))] {
     return lowering::start(adapter, *kept);
   };
   // What is read now is what it is to read only where nothing is in flight that may write it.
   if (!agreement_->has_collectives()) {
-    call.piggyback = piggyback_of(*kept, group_, little_);
+    call.piggyback = piggyback_of(*kept, group_, little_, piggyback_);
   }
   return call;
 }

@@ -127,6 +127,7 @@ class CheckedBackend final : public RequestBackend {
   // Works may outlive the backend; they hold this while they use it.
   std::shared_ptr<Agreement> agreement_;
   const Little little_;
+  const c10::intrusive_ptr<c10d::Backend> piggyback_;  // what is little is lowered to it
   const std::shared_ptr<const KnownGroup> known_group_;
   MessagesInFlight messages_;
 

@@ -63,7 +63,10 @@ void receive_parts(const InnerCollective& what, const std::vector<SharedBytes>& 
   }
 }
 
-// The backend to which such a collective is lowered. Notes what it is asked for.
+// What a thread's last such collective is lowered to.
+thread_local Piggyback noted_here;
+
+// The backend to which such collectives are lowered. Notes what it is asked for.
 class PiggybackBackend final : public InnerBackend {
  public:
   explicit PiggybackBackend(const Group& group)
@@ -72,7 +75,7 @@ class PiggybackBackend final : public InnerBackend {
     init();
   }
 
-  const Capabilities& capabilities() const override {
+  static const Capabilities& can() {
     static const Capabilities can = [] {
       Capabilities few;
       few.methods = {Method::AllGatherIntoTensor, Method::AllToAllSingle, Method::Broadcast,
@@ -83,30 +86,30 @@ class PiggybackBackend final : public InnerBackend {
     }();
     return can;
   }
-
-  Piggyback take() {
-    return std::move(noted_);
+  const Capabilities& capabilities() const override {
+    return can();
   }
 
  private:
   void start(const InnerWork& /*work*/, InnerCollective what) override {
     switch (what.op) {
       case OpType::AllGather:
-        noted_.data = Contribution(bytes_in(what.source));
-        noted_.receive = [out = what.out](const auto& data) { receive_rows(out, data); };
+        noted_here.data = Contribution(bytes_in(what.source));
+        noted_here.receive = [out = what.out](const auto& data) { receive_rows(out, data); };
         return;
       case OpType::AllToAll:
-        noted_.data = parts_of(what);
-        noted_.receive = [what = std::move(what)](const auto& data) { receive_parts(what, data); };
-        return;
-      case OpType::Broadcast:
-        noted_.data = rank_ == what.root ? Contribution(bytes_in(what.out)) : Contribution();
-        noted_.receive = [what = std::move(what), is_root = rank_ == what.root](const auto& data) {
-          receive_of_root(what, is_root, data);
+        noted_here.data = parts_of(what);
+        noted_here.receive = [what = std::move(what)](const auto& data) {
+          receive_parts(what, data);
         };
         return;
+      case OpType::Broadcast:
+        noted_here.data = rank_ == what.root ? Contribution(bytes_in(what.out)) : Contribution();
+        noted_here.receive = [what = std::move(what), is_root = rank_ == what.root](
+                                 const auto& data) { receive_of_root(what, is_root, data); };
+        return;
       case OpType::Barrier:
-        noted_.receive = [](const auto&) {};
+        noted_here.receive = [](const auto&) {};
         return;
       default:
         TORCH_INTERNAL_ASSERT(false, "no collective that is piggybacked: ", name_of(what.op));
@@ -123,8 +126,6 @@ class PiggybackBackend final : public InnerBackend {
   WorkPtr start_message(const Message& /*message*/) override {
     TORCH_INTERNAL_ASSERT(false, "messages are not piggybacked");
   }
-
-  Piggyback noted_;
 };
 
 size_t bytes_of_all(at::TensorList tensors) {
@@ -165,8 +166,13 @@ Capabilities capabilities_for_little(Capabilities inner) {
   return inner;
 }
 
+c10::intrusive_ptr<c10d::Backend> make_piggyback_backend(const Group& group) {
+  return c10::make_intrusive<PiggybackBackend>(group);
+}
+
 std::optional<Piggyback> piggyback_of(const HeldRequest& request, const Group& group,
-                                      const Little& little) {
+                                      const Little& little,
+                                      const c10::intrusive_ptr<c10d::Backend>& backend) {
   if (little.most == 0 || request.type == OpType::SparseAllReduce) {
     return std::nullopt;
   }
@@ -177,10 +183,10 @@ std::optional<Piggyback> piggyback_of(const HeldRequest& request, const Group& g
   if (!is_little) {
     return std::nullopt;
   }
-  const auto backend = c10::make_intrusive<PiggybackBackend>(group);
-  const Adapter adapter(request.op, group, backend, backend->capabilities(), std::nullopt);
+  const Adapter adapter(request.op, group, backend, PiggybackBackend::can(), std::nullopt);
+  noted_here = {};  // the one before may have thrown
   Started started = lowering::start(adapter, request);
-  Piggyback noted = backend->take();
+  Piggyback noted = std::exchange(noted_here, {});
   if (!noted.receive || noted.data.size() > most) {
     return std::nullopt;
   }

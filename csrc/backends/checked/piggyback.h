@@ -3,6 +3,8 @@
 // Collectives of little data, which travels with the calls that ranks agree on (piggybacking): one
 // round trip to rank 0 is all they take.
 
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
 #include <algorithm>
 #include <cstddef>
 #include <functional>
@@ -52,9 +54,14 @@ std::string manner_of(const HeldRequest& request, const Group& group, const Litt
 // How `inner` is used for those: as piggyback_of() does without it.
 Capabilities capabilities_for_little(Capabilities inner);
 
+// What piggyback_of() lowers the collectives of a group to, made once: to make a backend costs more
+// than a little collective may.
+c10::intrusive_ptr<c10d::Backend> make_piggyback_backend(const Group& group);
+
 // None where it is not little, or no kind that travels so. Reads the sources now, and writes
-// nothing but a root's own result of what it broadcasts.
+// nothing but a root's own result of what it broadcasts. `backend`: the group's of that function.
 std::optional<Piggyback> piggyback_of(const HeldRequest& request, const Group& group,
-                                      const Little& little);
+                                      const Little& little,
+                                      const c10::intrusive_ptr<c10d::Backend>& backend);
 
 }  // namespace c10d_ext

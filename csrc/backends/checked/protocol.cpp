@@ -21,12 +21,15 @@ Enum take(Payload& words, Enum last) {
 }
 
 constexpr int64_t kMostRanks = 1 << 24;
+// What most calls take, in bytes.
+constexpr size_t kUsual = 256;
 constexpr int64_t kMostGrace = 3'600'000;
 
 }  // namespace
 
 Payload encoded(const Fingerprint& called) {
   Payload words;
+  words.reserve(kUsual);
   words.put(static_cast<int64_t>(called.op_type)).put(called.unit);
   words.put(called.details).put(called.tensors).put(static_cast<int64_t>(called.reduce_op));
   words.put(called.root).put(called.count).put(called.is_uneven ? 1 : 0);

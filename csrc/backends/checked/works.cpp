@@ -1,6 +1,5 @@
 #include "backends/checked/works.h"
 
-#include <ATen/ThreadLocalState.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/StringUtil.h>
@@ -21,6 +20,7 @@
 #include <vector>
 
 #include "backends/checked/protocol.h"
+#include "base/caller_state.h"
 #include "base/dtype.h"
 #include "base/exceptions.h"
 #include "base/gil.h"
@@ -395,20 +395,17 @@ c10::intrusive_ptr<c10d::Work> start_agreed(const std::shared_ptr<Agreement>& ag
   operation.called = std::move(call.called);
   operation.timeout = call.timeout;
   operation.is_long = !call.quick;
+  const auto caller = std::make_shared<const CallerState>();
   if (call.piggyback) {
     operation.data = std::move(call.piggyback->data);
-    operation.receive = [work, piggyback = std::move(*call.piggyback),
-                         state = at::ThreadLocalState()](uint64_t seq, const auto& data) {
-      const at::ThreadLocalStateGuard as_the_caller(state);
-      work->receive(piggyback, data, seq);
+    operation.receive = [work, caller, piggyback = std::move(*call.piggyback)](uint64_t seq,
+                                                                               const auto& data) {
+      caller->run([&] { work->receive(piggyback, data, seq); });
     };
   }
-  operation.begin = [work, quick = call.quick, begin = std::move(call.begin),
-                     state = at::ThreadLocalState()](uint64_t seq) {
-    const auto run = [work, begin, state, seq] {
-      const at::ThreadLocalStateGuard as_the_caller(state);
-      work->begin(begin, seq);
-    };
+  operation.begin = [work, caller, quick = call.quick,
+                     begin = std::move(call.begin)](uint64_t seq) {
+    const auto run = [work, begin, caller, seq] { caller->run([&] { work->begin(begin, seq); }); };
     if (!quick) {
       // The agreement's thread hears of lost ranks meanwhile.
       try {
@@ -439,13 +436,14 @@ StartedMessage start_granted(const std::shared_ptr<Agreement>& agreement, const 
   // torch sends complex values as pairs of reals.
   end.dtype = dtype_of(c10::toRealValueType(message.tensor.scalar_type()));
   end.timeout = call.timeout;
-  end.begin = [work, begin = std::move(call.begin), state = at::ThreadLocalState()](int peer) {
-    const at::ThreadLocalStateGuard as_the_caller(state);
-    try {
-      work->follow(begin(peer), peer);
-    } catch (...) {
-      work->fail(std::current_exception());
-    }
+  end.begin = [work, begin = std::move(call.begin), caller = CallerState()](int peer) {
+    caller.run([&] {
+      try {
+        work->follow(begin(peer), peer);
+      } catch (...) {
+        work->fail(std::current_exception());
+      }
+    });
   };
   end.fail = [work, name = group.name()](const Failure& failure) {
     work->fail(error_of(failure, name));

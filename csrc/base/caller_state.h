@@ -1,0 +1,47 @@
+#pragma once
+
+#include <ATen/ThreadLocalState.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <atomic>
+#include <cstdint>
+
+namespace c10d_ext {
+
+// The thread-local state of torch as a caller has it, for what is done for the caller later, mostly
+// on this thread in the caller's own wait: only elsewhere, or where what ops do has changed since,
+// is the state set and set back, which takes as long as all else that a little collective does.
+class CallerState {
+ public:
+  template <class Function>
+  void run(const Function& function) const {
+    if (thread_ == this_thread() && keys_ == keys()) {
+      function();
+      return;
+    }
+    const at::ThreadLocalStateGuard as_the_caller(state_);
+    function();
+  }
+
+ private:
+  // Of its thread alone, also once that has ended.
+  static uint64_t this_thread() {
+    static std::atomic<uint64_t> threads{0};
+    thread_local const uint64_t own = ++threads;
+    return own;
+  }
+  struct Keys {
+    c10::DispatchKeySet included, excluded;
+    bool operator==(const Keys&) const = default;
+  };
+  static Keys keys() {
+    const auto now = c10::impl::tls_local_dispatch_key_set();
+    return {now.included_, now.excluded_};
+  }
+
+  const uint64_t thread_ = this_thread();
+  const Keys keys_ = keys();
+  const at::ThreadLocalState state_;
+};
+
+}  // namespace c10d_ext
