@@ -1,4 +1,8 @@
-"""A rank of ``benchmarks/hosts.py``: all peers in one process, measured in turns."""
+"""A rank of ``benchmarks/hosts.py``: all peers in one process, measured in turns.
+
+Each is called as its users call it: gloo by ``torch.distributed``, ours by
+``torch_c10d_ext.distributed``, MPICH by mpi4py.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +24,13 @@ import torch
 import torch.distributed as dist
 
 import torch_c10d_ext
+import torch_c10d_ext.distributed as ours
 from benchmarks._open_mpi import there_and_back
 
 Call = Callable[[], Any]
 
-# torch 2.13 has them under other names.
-all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
+# shm+gloo, called by torch.distributed.
+BY_TORCH = "shm+gloo by torch"
 BLOCK = 0.12  # seconds of calls between two looks at the clock
 MOST = 400
 
@@ -69,22 +72,24 @@ def _calls(collective: str, size: int, groups: dict[str, Any], mpi: Any) -> dict
     whole, part = torch.zeros(count), torch.zeros(max(count // n, 1))
     other = torch.zeros(count)
 
-    def ours(group: Any) -> Call:
+    def by(module: Any, group: Any) -> Call:
         return {
-            "all_reduce": lambda: dist.all_reduce(whole, group=group),
-            "broadcast": lambda: dist.broadcast(whole, 0, group=group),
-            "all_gather": lambda: all_gather(whole, part, group=group),
-            "reduce_scatter": lambda: reduce_scatter(part, whole, group=group),
-            "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+            "all_reduce": lambda: module.all_reduce(whole, group=group),
+            "broadcast": lambda: module.broadcast(whole, 0, group=group),
+            "all_gather": lambda: module.all_gather_into_tensor(whole, part, group=group),
+            "reduce_scatter": lambda: module.reduce_scatter_tensor(part, whole, group=group),
+            "all_to_all": lambda: module.all_to_all_single(other, whole, group=group),
             **there_and_back(
                 dist.get_rank(),
                 n,
-                lambda peer: dist.send(whole, peer, group=group),
-                lambda peer: dist.recv(whole, peer, group=group),
+                lambda peer: module.send(whole, peer, group=group),
+                lambda peer: module.recv(whole, peer, group=group),
             ),
         }[collective]
 
-    calls = {name: ours(group) for name, group in groups.items()}
+    calls = {name: by(dist if name == "gloo" else ours, group) for name, group in groups.items()}
+    if collective == "all_reduce":
+        calls[BY_TORCH] = by(dist, groups["shm+gloo"])
     if mpi is not None:
         world = mpi.COMM_WORLD
         a, b, c = whole.numpy(), part.numpy(), other.numpy()
@@ -216,7 +221,7 @@ def _rate_inside(hosts: list[int]) -> float:
     for _ in range(20):
         dist.barrier()
         start = time.perf_counter()
-        reduce_scatter(part, whole, group=groups[here])
+        ours.reduce_scatter_tensor(part, whole, group=groups[here])
         seconds.append(time.perf_counter() - start)
     return (n - 1) / n * size / _agree(statistics.median(seconds))
 
@@ -250,8 +255,10 @@ def main() -> None:
         print(json.dumps(link), flush=True)
     for collective, size in plan["cases"]:
         times = measure(_calls(collective, size, groups, mpi), plan["rounds"])
+        by_torch = times.pop(BY_TORCH, None)
         if dist.get_rank() == 0:
-            print(json.dumps({"collective": collective, "size": size, "times": times}), flush=True)
+            case = {"collective": collective, "size": size, "times": times, "by_torch": by_torch}
+            print(json.dumps(case), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -5,11 +5,12 @@
 
 Peers: gloo, the flat fall-back of shm, backend mpi and MPICH itself (through mpi4py, where
 ``tools/get_peers.sh mpich`` has installed it), against shm with gloo and with mpi between hosts.
-All are measured in turns in the same processes, and before and after them Open MPI, by TCP and by
-UCX (``_open_mpi.py``; ``tools/get_peers.sh openmpi``). ``bound``: what the link allows, see
-``docs/multi-host.md``. send_recv is a message there and back, between rank 0 and the last one, and
-between rank 1 and the last one (``_others``), and on three hosts and more between two of which
-neither is on rank 0's host (``_far``). Needs root, for the namespaces.
+Each is called as its users call it: gloo by torch.distributed, ours by torch_c10d_ext.distributed,
+MPICH by mpi4py. All are measured in turns in the same processes, and before and after them Open
+MPI, by TCP and by UCX (``_open_mpi.py``; ``tools/get_peers.sh openmpi``). ``bound``: what the link
+allows, see ``docs/multi-host.md``. send_recv is a message there and back, between rank 0 and the
+last one, and between rank 1 and the last one (``_others``), and on three hosts and more between two
+of which neither is on rank 0's host (``_far``). Needs root, for the namespaces.
 """
 
 from __future__ import annotations
@@ -204,7 +205,7 @@ def table_of(layout: str, said: list[dict[str, Any]], options: argparse.Namespac
         f"rank's larger buffer. Median of {options.rounds} rounds in turns; of the slowest rank. "
         "ours: the faster of shm+gloo and shm+mpi, against the bound, and in the "
         "same round against the fastest of the others; model: what Topology says of shm+gloo, "
-        "and what was measured against it.",
+        f"and what was measured against it.{_by_torch(cases)}",
         ["collective", "size", *names, "bound", "ours/bound", "ours/best other", "model"],
         1,
     )
@@ -228,6 +229,19 @@ def table_of(layout: str, said: list[dict[str, Any]], options: argparse.Namespac
             ]
         )
     return table
+
+
+def _by_torch(cases: list[dict[str, Any]]) -> str:
+    """What the smallest all_reduce takes where torch.distributed calls it."""
+    sums = [case for case in cases if case.get("by_torch")]
+    if not sums:
+        return ""
+    least = min(sums, key=_size)
+    seconds = statistics.median(least["by_torch"])
+    return (
+        f" An all_reduce of {label(_size(least))} by shm+gloo takes {time_text(seconds)} where "
+        "torch.distributed calls it."
+    )
 
 
 def judged(layout: str, said: list[dict[str, Any]], options: argparse.Namespace) -> Table:

@@ -39,9 +39,9 @@ class CallerState {
     return {now.included_, now.excluded_};
   }
 
-  const uint64_t thread_ = this_thread();
-  const Keys keys_ = keys();
-  const at::ThreadLocalState state_;
+  uint64_t thread_ = this_thread();
+  Keys keys_ = keys();
+  at::ThreadLocalState state_;
 };
 
 }  // namespace c10d_ext

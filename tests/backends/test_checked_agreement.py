@@ -29,6 +29,12 @@ def test_leaders_pass_on_little_data() -> None:
     assert output.endswith("tests passed\n")
 
 
+def test_what_rank_0_makes_of_it() -> None:
+    output = build.run(build.build("coordinator_test", build.SOURCES))
+    print(output)
+    assert output.endswith("tests passed\n")
+
+
 def test_what_is_given_is_what_is_taken() -> None:
     output = build.run(build.build("contribution_test", build.SOURCES))
     print(output)

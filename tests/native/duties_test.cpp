@@ -182,28 +182,79 @@ Payload go(uint64_t seq) {
 void rank_0_hears_what_is_for_its_host() {
   const std::string letters = "abcdef";
   const Contribution parts(letters, std::vector<int64_t>(kHosts.size(), 1));
-  const auto heard = [](Rank& rank, int peer) {
+  // Of each rank whose call a peer has heard of.
+  const auto heard = [](Rank& rank, int peer, Says kind) {
     auto& line = rank.line(peer);
     CHECK(line.listen(4096));
     auto said = line.next();
-    CHECK(said && said->kind == kCalling);
-    const auto call = take_call(said->words, static_cast<int>(kHosts.size()), 3);
-    CHECK(call.seq == 1 && call.data);
-    std::string all;
-    for (size_t to = 0; to < kHosts.size(); ++to) {
-      all += call.data->of(static_cast<int>(to));
+    CHECK(said && said->kind == kind);
+    const auto size = static_cast<int>(kHosts.size());
+    std::vector<std::pair<int, Calling>> calls;
+    if (kind == kCalling) {
+      calls.emplace_back(0, take_call(said->words, size, 3));
+    } else {
+      calls = take_relayed(said->words, size, 3, [](int) { return true; });
     }
-    return all;
+    std::vector<std::string> data;
+    for (const auto& [caller, call] : calls) {
+      CHECK(call.seq == 1 && call.data);
+      auto& all = data.emplace_back();
+      for (int to = 0; to < size; ++to) {
+        all += call.data->of(to);
+      }
+    }
+    return data;
   };
+  using Data = std::vector<std::string>;
   Call call;
   Rank there(3, kHosts, {0, 2}), leader(2, kHosts, {0, 3, 4}), beside(1, kHosts, {0, 2});
   there.call(call, parts);
-  CHECK(heard(there, 0) == "ab" && heard(there, 2) == letters);
+  CHECK(heard(there, 2, kCalling) == Data{letters} && there.heard_by(0) == Kinds());
   leader.call(call, parts);
-  CHECK(heard(leader, 0) == "ab");
+  CHECK(leader.heard_by(0) == Kinds());
+  leader.say(3, kCalling, encoded(Calling{summed(6), parts, 1}));
+  CHECK((heard(leader, 0, kRelaying) == Data{"ab", "ab"}));
+  CHECK((heard(leader, 4, kRelaying) == Data{"ef", "ef"}));
   // Rank 0 leads this one.
   beside.call(call, parts);
-  CHECK(heard(beside, 0) == letters && beside.heard_by(2) == Kinds());
+  CHECK(heard(beside, 0, kCalling) == Data{letters} && beside.heard_by(2) == Kinds());
+}
+
+// So that rank 0 knows that it waits in vain.
+void a_rank_whose_leader_has_left_says_that_it_calls() {
+  for (const bool is_first : {true, false}) {
+    Call call;
+    Rank rank(3, kHosts, {0, 2});
+    if (is_first) {
+      rank.say(2, kLeaving, number(0));
+      CHECK(rank.heard_by(0, kPong) == Numbers{0});
+      rank.call(call);
+    } else {
+      rank.call(call);
+      CHECK(rank.heard_by(0) == Kinds());
+      rank.say(2, kLeaving, number(0));
+    }
+    CHECK(rank.heard_by(0, kPong) == Numbers{1});
+    CHECK(rank.heard_by(2) == (is_first ? Kinds{} : Kinds{kCalling}));
+  }
+  // Another host's leader is not its own.
+  Rank rank(1, kHosts, {0, 2});
+  rank.say(2, kLeaving, number(0));
+  CHECK(rank.heard_by(0) == Kinds());
+}
+
+void what_has_no_data_is_told_to_the_leader_and_rank_0() {
+  Call call;
+  Rank rank(3, kHosts, {0, 2}), leader(2, kHosts, {0, 3, 4});
+  rank.call_long(call);
+  CHECK(rank.heard_by(0) == Kinds{kCalling} && rank.heard_by(2) == Kinds{kCalling});
+  rank.say(0, kPing, {});
+  CHECK(rank.heard_by(0, kPong) == Numbers{1});
+  leader.say(3, kCalling, Rank::called_long().put(1));
+  leader.say(0, kPing, {});
+  CHECK(leader.heard_by(0, kPong) == Numbers{0});
+  leader.call_long(call);
+  CHECK(leader.heard_by(0) == Kinds{kCalling} && leader.heard_by(4) == Kinds());
 }
 
 void the_word_to_go_is_rank_0s_and_the_own_leaders() {
@@ -211,7 +262,7 @@ void the_word_to_go_is_rank_0s_and_the_own_leaders() {
     Call call;
     Rank rank(3, kHosts, {0, 2});
     rank.call(call);
-    CHECK((rank.heard_by(0) == Kinds{kCalling} && rank.heard_by(2) == Kinds{kCalling}));
+    CHECK(rank.heard_by(0) == Kinds() && rank.heard_by(2) == Kinds{kCalling});
     rank.say(from, kGo, go(1));
     CHECK(call.begun() == 1 && call.received()[5] == "data");
   }
@@ -442,6 +493,8 @@ void what_rank_0_had_not_done_fails_at_once() {
 const std::vector<Test> kTests = {
     TEST(heartbeats_go_where_nobody_else_would_notice),
     TEST(rank_0_hears_what_is_for_its_host),
+    TEST(a_rank_whose_leader_has_left_says_that_it_calls),
+    TEST(what_has_no_data_is_told_to_the_leader_and_rank_0),
     TEST(the_word_to_go_is_rank_0s_and_the_own_leaders),
     TEST(what_a_rank_has_sent_is_heard_though_it_leaves),
     TEST(leaders_pass_messages_on),

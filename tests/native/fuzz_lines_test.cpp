@@ -4,6 +4,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
@@ -308,11 +310,17 @@ void a_coordinator_takes_anything() {
                                                                  : 14 + random.below(33));
       const bool is_changed = random.one_in(4);
       Payload words = sentence(kind, seq[r], number[r], random);
+      // What a rank of another host calls, its leader says, but for what has no data.
+      const bool by_leader = kind == kCalling && rank >= 2 && random.one_in(2);
+      if (by_leader) {
+        words = Payload().put(1).put(rank).put(words);
+      }
       if (is_changed) {
         words = changed(words, random);
       }
       try {
-        coordinator.hear(rank, kind, words);
+        by_leader ? coordinator.hear(rank / 2 * 2, kRelaying, words)
+                  : coordinator.hear(rank, kind, words);
         ++taken;
         seq[r] += kind == kCalling;
         number[r] += kind == kPosting;
@@ -334,9 +342,10 @@ void a_coordinator_takes_anything() {
 
 // Of all ranks of host `first / 2`, as their leader passes them on.
 Payload of_host(int first, uint64_t seq, Random& random) {
-  Payload all;
-  for (int rank = first; rank < first + (random.one_in(9) ? 1 : 2); ++rank) {
-    all.put(sentence(kCalling, seq + random.one_in(9), 1, random));
+  const int count = random.one_in(9) ? 1 : 2;
+  Payload all = Payload().put(count);
+  for (int rank = first; rank < first + count; ++rank) {
+    all.put(rank).put(sentence(kCalling, seq + random.one_in(9), 1, random));
   }
   return all;
 }
@@ -348,16 +357,17 @@ void a_leader_takes_anything() {
   while (is_time_left(began, taken > 0 && refused > 0 && begun > 0 && passed_on > 0)) {
     const Roster roster({2, kRanks, "test"}, members());
     Relay relay(roster, [&](int rank, Says kind, const Payload&) {
-      // Rank 0 hears of calls from the ranks themselves, and of messages.
+      // Rank 0 hears of messages from the ranks themselves.
       const bool is_for_own = rank == 2 || rank == 3;
       CHECK(kind == kGo         ? is_for_own
-            : kind == kRelaying ? rank == 4
+            : kind == kRelaying ? rank == 0 || rank == 4
                                 : (is_for_own || rank == 4) && kind == kDelivering);
       begun += kind == kGo;
       passed_on += kind == kDelivering;
     });
-    uint64_t seq = 1;
+    std::array<uint64_t, 2> own{1, 1};  // the next call of each rank of this host
     for (int i = 0; i < 200; ++i) {
+      const uint64_t seq = std::min(own[0], own[1]) - random.one_in(2);
       const bool is_changed = random.one_in(4);
       const auto words_of = [&](const Payload& words) {
         return is_changed ? changed(words, random) : words;
@@ -367,19 +377,25 @@ void a_leader_takes_anything() {
           const auto any = [&] { return static_cast<int>(random.below(kRanks)); };
           relay.hear_of_message(any(), kDelivering, words_of(delivery(any(), any(), seq, random)));
         } else if (random.one_in(2)) {
-          relay.hear_call(2 + static_cast<int>(random.below(2)),
-                          words_of(sentence(kCalling, seq, 1, random)));
+          const auto which = static_cast<size_t>(random.below(2));
+          relay.hear_call(2 + static_cast<int>(which),
+                          words_of(sentence(kCalling, own[which], 1, random)));
+          ++own[which];
         } else {
-          auto words = words_of(of_host(2 * static_cast<int>(random.below(3)), seq, random));
-          relay.hear_calls(static_cast<int>(random.below(kRanks)), words);
+          const int first = 2 * static_cast<int>(random.below(3));
+          auto words = words_of(of_host(first, seq, random));
+          relay.hear_calls(random.one_in(4) ? static_cast<int>(random.below(kRanks)) : first,
+                           words);
         }
         ++taken;
       } catch (const std::runtime_error&) {
         ++refused;
       }
       if (random.one_in(6)) {
-        seq += random.one_in(2);
         relay.settle(random.one_in(50) ? static_cast<uint64_t>(random.number()) : seq - 1);
+      }
+      if (random.one_in(200)) {
+        relay.pass_on_singly();
       }
     }
   }

@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "agreement_ranks.h"
-#include "backends/checked/coordinator.h"
 #include "backends/checked/open_calls.h"
 #include "backends/checked/relay.h"
+#include "passed_on.h"
 #include "program.h"
 
 using namespace c10d_ext;
@@ -31,10 +31,6 @@ const std::vector<std::vector<std::string>> kGroups = {
     {"a", "b", "b", "c", "c", "c"},       // not equally many
     {"b", "a", "c", "a", "d", "d", "b"},  //
 };
-
-std::string data_of(uint64_t call, int rank) {
-  return std::to_string(call) + " of rank " + std::to_string(rank);
-}
 
 std::vector<std::string> all_data(uint64_t call, int size) {
   std::vector<std::string> all;
@@ -245,25 +241,6 @@ void who_leaves_without_a_call_is_named() {
 
 // --- A leader by itself ------------------------------------------------------------------------
 
-Roster roster_of(int rank, const std::vector<std::string>& machines) {
-  std::vector<Member> members;
-  for (const auto& machine : machines) {
-    members.push_back({this_process(), machine, machine, machine});
-  }
-  return {{rank, static_cast<int>(machines.size()), "test"}, std::move(members)};
-}
-
-Payload calling(uint64_t seq, const Fingerprint& called, const std::optional<std::string>& data) {
-  return encoded(Calling{called, data ? std::optional(Contribution(*data)) : std::nullopt, seq});
-}
-
-struct Said {
-  int rank;
-  Says kind;
-  std::string words;
-  auto operator<=>(const Said&) const = default;
-};
-
 class Leader {
  public:
   Leader(int rank, const std::vector<std::string>& machines)
@@ -285,16 +262,6 @@ class Leader {
   Relay relay_;
 };
 
-Payload together(const std::vector<Payload>& calls) {
-  Payload all;
-  for (const auto& call : calls) {
-    all.put(call);
-  }
-  return all;
-}
-
-const std::vector<std::string> kThree = {"a", "a", "b", "b", "c", "c"};
-
 void a_leader_passes_on_what_its_host_calls() {
   const auto call = [](int rank) { return calling(1, summed(6), data_of(1, rank)); };
   for (const int first : {2, 3}) {
@@ -302,10 +269,9 @@ void a_leader_passes_on_what_its_host_calls() {
     (*leader).hear_call(first, call(first));
     CHECK(leader.said().empty());
     (*leader).hear_call(5 - first, call(5 - first));
-    // Not to rank 0, which has heard each of them.
-    CHECK(
-        (leader.said() == std::vector<Said>{{4, kRelaying, together({call(2), call(3)}).words()}}));
-    auto of_c = together({call(4), call(5)}), of_a = together({call(0), call(1)});
+    const auto all = together(2, {call(2), call(3)}).words();
+    CHECK((leader.said() == std::vector<Said>{{0, kRelaying, all}, {4, kRelaying, all}}));
+    auto of_c = together(4, {call(4), call(5)}), of_a = together(0, {call(0), call(1)});
     (*leader).hear_calls(4, of_c);
     CHECK(leader.said().empty());
     (*leader).hear_calls(0, of_a);
@@ -313,8 +279,8 @@ void a_leader_passes_on_what_its_host_calls() {
     go.put(1);
     put_all(go, all_data(1, 6));
     CHECK((leader.said() == std::vector<Said>{{2, kGo, go.words()}, {3, kGo, go.words()}}));
-    // What comes twice, or late, is nothing new.
-    (*leader).hear_call(3, call(3));
+    refused([&] { (*leader).hear_call(3, call(3)); });  // once more
+    refused([&] { (*leader).hear_call(3, calling(3, summed(6), "3")); });
     CHECK(leader.said().empty());
   }
 }
@@ -325,15 +291,20 @@ void a_leader_passes_on_what_is_for_each_host() {
   (*leader).hear_call(2, call(2));
   (*leader).hear_call(3, call(3));
   const auto passed_on = leader.said();
-  CHECK(passed_on.size() == 1 && passed_on[0].rank == 4 && passed_on[0].kind == kRelaying);
-  Payload all(passed_on[0].words);
-  for (const int from : {2, 3}) {
-    const auto passed = take_call(all, 6, 3);
-    for (int to = 0; to < 6; ++to) {
-      CHECK(passed.data->of(to) == (to >= 4 ? part_of(1, from, to) : ""));
+  CHECK(passed_on.size() == 2 && passed_on[0].rank == 0 && passed_on[1].rank == 4);
+  for (const auto& said : passed_on) {
+    CHECK(said.kind == kRelaying);
+    Payload words(said.words);
+    const auto all = take_relayed(words, 6, 3, [](int rank) { return rank == 2 || rank == 3; });
+    CHECK(all.size() == 2 && all[0].first == 2 && all[1].first == 3);
+    for (const auto& [from, passed] : all) {
+      for (int to = 0; to < 6; ++to) {
+        const bool is_for = to / 2 == said.rank / 2;  // two ranks on a host
+        CHECK(passed.data->of(to) == (is_for ? part_of(1, from, to) : ""));
+      }
     }
   }
-  auto of_c = together({call(4), call(5)}), of_a = together({call(0), call(1)});
+  auto of_c = together(4, {call(4), call(5)}), of_a = together(0, {call(0), call(1)});
   (*leader).hear_calls(4, of_c);
   (*leader).hear_calls(0, of_a);
   std::vector<Said> expected;
@@ -353,14 +324,14 @@ void rank_0_passes_on_and_lets_the_coordinator_say_the_rest() {
   Leader leader(0, kThree);
   (*leader).hear_call(0, call(0));
   (*leader).hear_call(1, call(1));
-  const auto all = together({call(0), call(1)}).words();
+  const auto all = together(0, {call(0), call(1)}).words();
   CHECK((leader.said() == std::vector<Said>{{2, kRelaying, all}, {4, kRelaying, all}}));
 }
 
 void a_leader_says_nothing_of_what_rank_0_decides() {
   const auto others = [](Leader& leader, const Fingerprint& last) {
-    auto of_a = together({calling(1, summed(6), "0"), calling(1, summed(6), "1")});
-    auto of_c = together({calling(1, summed(6), "4"), calling(1, last, "5")});
+    auto of_a = together(0, {calling(1, summed(6), "0"), calling(1, summed(6), "1")});
+    auto of_c = together(4, {calling(1, summed(6), "4"), calling(1, last, "5")});
     (*leader).hear_calls(0, of_a);
     (*leader).hear_calls(4, of_c);
   };
@@ -375,7 +346,11 @@ void a_leader_says_nothing_of_what_rank_0_decides() {
   {  // a rank gives no data
     Leader leader(2, kThree);
     (*leader).hear_call(2, calling(1, summed(6), "2"));
+    CHECK(leader.said().empty());
     (*leader).hear_call(3, calling(1, summed(6), std::nullopt));
+    // Rank 0 hears of that by the rank itself.
+    const auto of_2 = together(2, {calling(1, summed(6), "2")}).words();
+    CHECK((leader.said() == std::vector<Said>{{0, kRelaying, of_2}}));
     others(leader, summed(6));
     CHECK(leader.said().empty());
     // ... of which rank 0 has told, after the next one's first call here: that one goes on.
@@ -383,11 +358,36 @@ void a_leader_says_nothing_of_what_rank_0_decides() {
     (*leader).settle(1);
     (*leader).settle(3);
     (*leader).hear_call(2, calling(2, summed(6), "2"));
-    CHECK(leader.said().size() == 1);
-    (*leader).hear_call(2, calling(3, summed(6), "2"));
-    (*leader).hear_call(3, calling(3, summed(6), "3"));
+    CHECK(leader.said().size() == 2);
+    // Nobody gives any.
+    for (const int rank : {2, 3}) {
+      (*leader).hear_call(rank, calling(3, summed(6), std::nullopt));
+    }
     CHECK(leader.said().empty());
   }
+}
+
+// Who calls what others will not is not to wait for the rest of its host.
+void once_somebody_has_left_rank_0_hears_of_each_call() {
+  const auto call = [](int rank, uint64_t seq) {
+    return calling(seq, summed(6), data_of(seq, rank));
+  };
+  const auto told = [&](int rank, uint64_t seq) {
+    return Said{0, kRelaying, together(rank, {call(rank, seq)}).words()};
+  };
+  Leader leader(2, kThree);
+  (*leader).hear_call(3, call(3, 1));
+  (*leader).hear_call(3, calling(2, summed(6), std::nullopt));
+  CHECK(leader.said().empty());
+  CHECK(((*leader).counts() == std::vector<int64_t>{0, 2}));
+  (*leader).pass_on_singly();
+  CHECK((leader.said() == std::vector<Said>{told(3, 1)}));
+  (*leader).pass_on_singly();
+  (*leader).hear_call(3, call(3, 3));
+  CHECK((leader.said() == std::vector<Said>{told(3, 3)}));
+  (*leader).hear_call(2, call(2, 1));
+  const auto all = together(2, {call(2, 1), call(3, 1)}).words();
+  CHECK((leader.said() == std::vector<Said>{told(2, 1), {4, kRelaying, all}}));
 }
 
 // Ranks may have called many collectives without data behind one with data.
@@ -397,19 +397,29 @@ void rank_0_may_be_far_ahead() {
     (*leader).settle(seq);
   }
   (*leader).hear_call(1, calling(1, summed(6), "1"));
-  auto of_a = together({calling(1, summed(6), "0")});
+  auto of_a = together(0, {calling(1, summed(6), "0")});
   (*leader).hear_calls(0, of_a);
   const auto said = leader.said();
-  CHECK(said.size() == 1 && said[0].rank == 1 && said[0].kind == kGo);
+  CHECK(said.size() == 2 && said[0].kind == kRelaying && said[0].rank == 0);
+  CHECK(said[1].kind == kGo && said[1].rank == 1);
 }
 
 void a_leader_refuses_nonsense() {
   Leader leader(2, kThree);
-  const auto hear = [&](int from, std::vector<Payload> calls) {
-    auto words = together(calls);
+  const auto hear = [&](int from, std::vector<Payload> calls, int first = 4) {
+    auto words = together(first, calls);
     (*leader).hear_calls(from, words);
   };
   refused([&] { hear(5, {calling(1, summed(6), "4"), calling(1, summed(6), "5")}); });
+  refused([&] { hear(4, {calling(1, summed(6), "4"), calling(1, summed(6), "5")}, 0); });
+  refused([&] { hear(4, {calling(1, summed(6), "4"), calling(1, summed(6), "5")}, -1); });
+  refused([&] {
+    auto twice = Payload().put(2);
+    for (int i = 0; i < 2; ++i) {
+      twice.put(4).put(calling(1, summed(6), "4"));
+    }
+    (*leader).hear_calls(4, twice);
+  });
   refused([&] { hear(4, {calling(1, summed(6), "4")}); });
   refused([&] { (*leader).hear_call(4, calling(1, summed(6), "4")); });
   refused([&] { hear(4, {calling(1, summed(6), "4"), calling(2, summed(6), "5")}); });
@@ -417,139 +427,21 @@ void a_leader_refuses_nonsense() {
   // Data that no word is about.
   refused([&] { (*leader).hear_call(3, Payload(calling(1, summed(6), "3").words(), "more")); });
   refused([&] {
-    const auto calls = together({calling(1, summed(6), "4"), calling(1, summed(6), "5")});
+    const auto calls = together(4, {calling(1, summed(6), "4"), calling(1, summed(6), "5")});
     Payload words(calls.words(), "more");
     (*leader).hear_calls(4, words);
   });
+  // Calls with data are not far apart; others may be.
   refused([&] {
     for (uint64_t seq = 1; seq < 1000; ++seq) {
       (*leader).hear_call(3, calling(seq, summed(6), "3"));
     }
   });
-}
-
-// --- What rank 0 makes of it -------------------------------------------------------------------
-
-class Root {
- public:
-  explicit Root(const std::vector<std::string>& machines)
-      : roster_(roster_of(0, machines)),
-        coordinator_(roster_, [this](int to, Says kind, const Payload& words) {
-          said_.push_back({to, kind, words.words()});
-        }) {}
-
-  void hear(int rank, Says kind, Payload words) {
-    coordinator_.hear(rank, kind, words);
+  Leader other(2, kThree);
+  for (uint64_t seq = 1; seq < 1000; ++seq) {
+    (*other).hear_call(3, calling(seq, summed(6), std::nullopt));
   }
-  void call(int rank, uint64_t seq) {
-    hear(rank, kCalling, calling(seq, summed(6), data_of(seq, rank)));
-  }
-  void look() {
-    coordinator_.look(Clock::now());
-  }
-  void look_later() {
-    coordinator_.look(Clock::now() + 1h);
-  }
-  Coordinator& operator*() {
-    return coordinator_;
-  }
-  // To whom it has said this, and what it said last.
-  std::vector<int> told(Says kind) {
-    std::vector<int> ranks;
-    for (const auto& said : said_) {
-      if (said.kind == kind) {
-        ranks.push_back(said.rank);
-        last_ = said.words;
-      }
-    }
-    return ranks;
-  }
-  End end() {
-    CHECK(!told(kOver).empty());
-    Payload words(last_);
-    return take_end(words);
-  }
-
- private:
-  const Roster roster_;
-  std::vector<Said> said_;
-  std::string last_;
-  Coordinator coordinator_;
-};
-
-void rank_0_gives_its_own_host_the_word_to_go() {
-  Root root(kThree);
-  for (int rank = 0; rank < 6; ++rank) {
-    root.call(rank, 1);
-  }
-  CHECK((root.told(kGo) == std::vector<int>{0, 1}));
-  for (int rank = 0; rank < 6; ++rank) {
-    root.hear(rank, kCalling,
-              calling(2, summed(6), rank == 4 ? std::nullopt : std::optional<std::string>("x")));
-  }
-  CHECK((root.told(kGo) == std::vector<int>{0, 1, 0, 1, 2, 3, 4, 5}));
-}
-
-void a_call_that_a_leader_has_agreed_on_is_waited_for() {
-  // Rank 5 has its result, and leaves before rank 0 hears of the last call.
-  for (const uint64_t done : {1, 0}) {
-    Root root(kThree);
-    for (const int rank : {0, 1, 2, 4, 5}) {
-      root.call(rank, 1);
-    }
-    root.hear(5, kLeaving, Payload().put(static_cast<int64_t>(done)));
-    CHECK(root.told(kOver).empty() == (done == 1));
-    root.call(3, 1);
-    CHECK(root.told(kGo).empty() == (done == 0));
-    if (done == 1) {
-      root.call(3, 2);
-      CHECK((root.end().ranks == std::vector<int>{5}) && root.end().agreed == 1);
-    }
-  }
-}
-
-void a_leader_that_does_not_pass_on_is_named() {
-  for (const bool answers : {false, true}) {
-    Root root(kThree);
-    for (int rank = 0; rank < 6; ++rank) {
-      root.call(rank, 1);
-    }
-    root.hear(3, kLate, Payload().put(1).put("collective 1 must be done within 1 s"));
-    CHECK((root.told(kPing) == std::vector<int>{2, 3, 4, 5}));
-    // Of its host nobody answers, or the leader, whose word it is, alone.
-    for (const int rank : answers ? std::vector<int>{2, 4, 5} : std::vector<int>{4, 5}) {
-      root.hear(rank, kPong, {});
-    }
-    root.look_later();
-    CHECK(root.told(kOver).empty() == answers);
-    if (!answers) {
-      const End end = root.end();
-      CHECK((end.kind == Kind::Timeout && end.ranks == std::vector<int>{2, 3}));
-      CHECK_HAS(end.why,
-                "the collective 1 must be done within 1 s, got no answer from rank 2 (pid ");
-      CHECK_HAS(end.why, "on b, silent)");
-    }
-  }
-}
-
-void leaders_that_lose_each_other_end_the_group() {
-  for (const bool ends : {false, true}) {
-    for (const bool backwards : {false, true}) {  // whoever says so
-      Root root(kThree);
-      root.hear(backwards ? 4 : 2, kSevered, Payload().put(backwards ? 2 : 4));
-      root.look();
-      CHECK(root.told(kOver).empty());
-      if (ends) {  // of which rank 0 hears a little later
-        (*root).lose({4}, kGone);
-      }
-      root.look_later();
-      const End end = root.end();
-      CHECK(end.kind == Kind::RankLost && end.ranks == std::vector<int>{4});
-      CHECK_HAS(end.why, ends ? "on c, gone)" : "on c, unreachable)");
-    }
-  }
-  Root root(kThree);
-  refused([&] { root.hear(2, kSevered, Payload().put(6)); });
+  (*other).hear_call(3, calling(1000, summed(6), "3"));
 }
 
 const std::vector<Test> kTests = {
@@ -564,12 +456,9 @@ const std::vector<Test> kTests = {
     TEST(a_leader_passes_on_what_is_for_each_host),
     TEST(rank_0_passes_on_and_lets_the_coordinator_say_the_rest),
     TEST(a_leader_says_nothing_of_what_rank_0_decides),
+    TEST(once_somebody_has_left_rank_0_hears_of_each_call),
     TEST(rank_0_may_be_far_ahead),
     TEST(a_leader_refuses_nonsense),
-    TEST(rank_0_gives_its_own_host_the_word_to_go),
-    TEST(a_call_that_a_leader_has_agreed_on_is_waited_for),
-    TEST(a_leader_that_does_not_pass_on_is_named),
-    TEST(leaders_that_lose_each_other_end_the_group),
 };
 
 }  // namespace

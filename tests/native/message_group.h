@@ -94,7 +94,7 @@ class Group {
     }
     if (route.second == 0) {
       coordinator_.hear(route.first, kind, words);
-    } else {
+    } else if (kind != kSingly) {  // of collectives, for a leader
       auto& rank = *ranks_[static_cast<size_t>(route.second % size())];
       rank.participant.obey(kind, words);
       go_on(rank);

@@ -26,9 +26,11 @@ using Clock = OpenCalls::Clock;
 using Milliseconds = Agreement::Milliseconds;
 using Kind = ErrorKind;
 
-// For so long after a caller's wait another one is expected: ranks that are at little data wait
-// one time after the other, and a thread that is woken in between takes more than it does.
-constexpr Milliseconds kLull{2};
+// For so many times as long as a caller has waited another one is expected, within bounds: ranks
+// that are at little data wait one time after the other, and a thread that is woken in between
+// takes more than it does.
+constexpr int kLulls = 4;
+constexpr Milliseconds kShortestLull{1}, kLongestLull{2};
 
 thread_local bool agreeing_here = false;
 
@@ -243,20 +245,21 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     if (!seat) {
       return false;
     }
+    const auto begun = Clock::now();
     Star::Ready ready;
     for (;;) {
       // Whatever woke this one has woken nobody else.
       const auto next = help_once(ready);
       const bool waits = next && is_waiting();
       if (!waits || Clock::now() >= until) {
-        stop_helping();
+        stop_helping(begun);
         return waits;
       }
       ready = duties_.star().wait(Star::Waiter::Caller, std::min(until, *next));
     }
   }
 
-  // Enters it by `enter`, and tells rank 0 of it. Its number.
+  // Enters it by `enter`, and tells of it. Its number.
   template <class Enter>
   uint64_t tell(OpenCall call, const Enter& enter) {
     if (is_foreign()) {
@@ -305,8 +308,10 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     return next;
   }
 
-  void stop_helping() {
-    last_help_ = Clock::now();
+  void stop_helping(Clock::time_point begun) {
+    const auto now = Clock::now();
+    callers_until_ =
+        now + std::clamp<Clock::duration>(kLulls * (now - begun), kShortestLull, kLongestLull);
     const std::lock_guard lock(work_mutex_);
     duties_.set_helped(false);
     if (!calls_.is_leaving()) {
@@ -346,7 +351,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   // Callers who are at it take in themselves what comes.
   Star::Ready wait(Clock::time_point until) {
     for (;;) {
-      const auto lull = last_help_.load() + kLull;
+      const auto lull = callers_until_.load();
       is_aside_ = Clock::now() < lull;
       if (!is_aside_) {
         return duties_.star().wait(Star::Waiter::Thread, until);
@@ -376,8 +381,8 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
 
   // A caller waits in the thread's place.
   std::atomic<bool> has_helper_{false};
-  // When one did last, and whether the thread leaves lines to the next one.
-  std::atomic<Clock::time_point> last_help_{Clock::time_point()};
+  // Until when another one is expected, and whether the thread leaves lines to it.
+  std::atomic<Clock::time_point> callers_until_{Clock::time_point()};
   std::atomic<bool> is_aside_{false};
 
   // Guards all that follows, but for waits and wakes. Locked by who does the agreement's work.

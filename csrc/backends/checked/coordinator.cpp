@@ -1,7 +1,6 @@
 #include "backends/checked/coordinator.h"
 
 #include <algorithm>
-#include <numeric>
 #include <sstream>
 #include <stdexcept>
 #include <utility>
@@ -24,7 +23,8 @@ Coordinator::Coordinator(const Roster& roster, Tell tell)
 void Coordinator::hear(int rank, uint32_t kind, Payload& words) {
   switch (kind) {
     case kCalling:
-      progress_.hear_call(rank, words);
+    case kRelaying:
+      kind == kCalling ? progress_.hear_call(rank, words) : progress_.hear_calls(rank, words);
       compare();
       break;
     case kPosting: {
@@ -46,7 +46,7 @@ void Coordinator::hear(int rank, uint32_t kind, Payload& words) {
     case kLate: {
       const auto seq = static_cast<uint64_t>(words.number());
       const auto within = words.text();
-      ask({seq, kLate, within}, all_ranks());
+      ask({seq, kLate, within}, roster_.all_ranks());
       break;
     }
     case kBroken: {
@@ -102,9 +102,14 @@ void Coordinator::hear(int rank, uint32_t kind, Payload& words) {
       break;
     }
     case kPong:
+      progress_.hear_counts(rank, words);
       questions_.hear(rank);
+      compare();
       break;
     case kLeaving:
+      if (!progress_.has_lost_some()) {
+        tell_others(roster_.leaders(), kSingly, {});  // who calls more is to hear of it at once
+      }
       progress_.leave(rank, static_cast<uint64_t>(words.number()));
       if (roster_.hears_by_leaders(rank) && roster_.leader_of(rank) == rank) {
         tell_all(kAbsent, Payload().put(rank));
@@ -154,33 +159,33 @@ bool Coordinator::has_messages() const {
 
 void Coordinator::tell_done(uint64_t seq) {
   // Others hear of it, where this one is gone, by the leaders.
-  const Payload words = Payload().put(static_cast<int64_t>(seq));
   auto ranks = roster_.leaders();
   ranks.insert(ranks.end(), roster_.own_host().begin(), roster_.own_host().end());
-  for (const int rank : ranks) {
-    if (rank != 0) {
-      tell_(rank, kDone, words);
-    }
-  }
-}
-
-std::vector<int> Coordinator::all_ranks() const {
-  std::vector<int> ranks(static_cast<size_t>(roster_.place().size));
-  std::iota(ranks.begin(), ranks.end(), 0);
-  return ranks;
+  tell_others(ranks, kDone, Payload().put(static_cast<int64_t>(seq)));
 }
 
 void Coordinator::tell_all(Says kind, const Payload& words) {
-  for (const int rank : all_ranks()) {
+  for (const int rank : roster_.all_ranks()) {
     tell_(rank, kind, words);
   }
 }
 
-void Coordinator::compare() {
-  if (progress_.is_next_lost()) {
-    end_for_all(progress_.lost());  // what a rank called before it left it will not do
+void Coordinator::tell_others(const std::vector<int>& ranks, Says kind, const Payload& words) {
+  for (const int rank : ranks) {
+    if (rank != 0) {
+      tell_(rank, kind, words);
+    }
   }
-  while (!has_ended_ && progress_.have_all_called()) {
+}
+
+void Coordinator::compare() {
+  for (;;) {
+    if (progress_.is_next_lost()) {
+      end_for_all(progress_.lost());  // what a rank called before it left it will not do
+    }
+    if (has_ended_ || !progress_.have_all_called()) {
+      return;
+    }
     const auto calls = progress_.take_calls();
     const uint64_t agreed = progress_.agreed();
     Payload words;
@@ -194,7 +199,7 @@ void Coordinator::compare() {
       }
     } else {
       const bool leaders_tell = !calls.data.empty() && !roster_.hosts().empty();
-      tell_go(agreed, calls.data, leaders_tell ? roster_.own_host() : all_ranks(), tell_);
+      tell_go(agreed, calls.data, leaders_tell ? roster_.own_host() : roster_.all_ranks(), tell_);
     }
   }
 }
@@ -208,7 +213,8 @@ void Coordinator::end_for_all(End end) {
 }
 
 std::vector<int> Coordinator::suspects_of(uint64_t seq) const {
-  return seq > progress_.agreed() ? progress_.suspects(seq) : roster_.leaders();
+  auto ranks = progress_.behind(seq);
+  return ranks.empty() ? roster_.leaders() : ranks;
 }
 
 std::vector<int> Coordinator::awaited_by(int rank, Says question, uint64_t number) const {
@@ -224,7 +230,8 @@ void Coordinator::ask(Question question, const std::vector<int>& ranks) {
     return;
   }
   for (const int rank : ranks) {
-    if (rank != 0 && !roster_.is_near(rank)) {
+    // Or its leader has not told yet what it calls.
+    if (rank != 0 && (!roster_.is_near(rank) || roster_.calls_by_leader(rank))) {
       question.silent.insert(rank);
       tell_(rank, kPing, {});
     }
@@ -242,7 +249,7 @@ void Coordinator::answer(const Question& question) {
   const uint64_t seq = question.seq;
   if (question.kind == kAsking || question.kind == kAskingOfMessage) {
     auto ranks = awaited_by(question.of, question.kind, seq);
-    if (question.kind == kAsking && seq <= progress_.agreed()) {
+    if (question.kind == kAsking && progress_.behind(seq).empty()) {
       std::erase_if(ranks, [&](int rank) { return !is_stuck(rank); });
     }
     tell_(question.of, kAwaited,
@@ -263,12 +270,12 @@ void Coordinator::answer(const Question& question) {
   }
   if (question.kind == kLate) {
     auto ranks = suspects_of(seq);
-    const auto behind = seq > progress_.agreed() ? ranks : std::vector<int>();
+    const auto behind = progress_.behind(seq);
     const bool are_some_stuck = std::any_of(ranks.begin(), ranks.end(), is_stuck);
     // Those that are well may wait for what the others owe them; and a host that stands still does
     // so with all of its ranks, whatever they had called.
     if (are_some_stuck) {
-      ranks = all_ranks();
+      ranks = roster_.all_ranks();
       std::erase_if(ranks, [&](int rank) { return !is_stuck(rank); });
     }
     // What all have called is about to begin, where their leaders are well.

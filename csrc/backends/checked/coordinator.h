@@ -41,14 +41,14 @@ class Coordinator {
 
  private:
   void compare();
-  std::vector<int> all_ranks() const;
   void tell_all(Says kind, const Payload& words);
+  void tell_others(const std::vector<int>& ranks, Says kind, const Payload& words);
   void tell_done(uint64_t seq);
   void end_for_all(End end);
   void ask(Question question, const std::vector<int>& ranks);
   void answer(const Question& question);
 
-  // Who has not called a collective; where all have, those who may not have said so.
+  // Who has not called a collective; where all have, those who may not have told of it.
   std::vector<int> suspects_of(uint64_t seq) const;
   // Whom collective or message `number` of `rank` waits for; none where that can be anybody.
   std::vector<int> awaited_by(int rank, Says question, uint64_t number) const;

@@ -115,6 +115,14 @@ void Duties::hear(int rank, uint32_t kind, Payload& words) {
 }
 
 void Duties::obey(uint32_t kind, Payload& words) {
+  if (relay_ && kind == kSingly) {
+    relay_->pass_on_singly();
+    return;
+  }
+  if (relay_ && kind == kPing) {
+    participant_.say_count(relay_->counts());
+    return;
+  }
   if (relay_ && (kind == kGo || kind == kDiffer)) {
     Payload number = words.first_numbers(1);
     relay_->settle(static_cast<uint64_t>(number.number()));
@@ -125,6 +133,9 @@ void Duties::obey(uint32_t kind, Payload& words) {
 void Duties::hear_beside_the_star(int rank, uint32_t kind, Payload& words) {
   if (kind == kLeaving) {
     left_.insert(rank);
+    if (!relay_ && rank == roster_.own_host().front()) {
+      participant_.say_count();  // it may have told nobody of this one's last call
+    }
   } else if (kind == kDoomed) {
     last_words_.add(static_cast<uint64_t>(words.number()));
   } else if (relay_ && kind == kCalling) {
@@ -179,8 +190,11 @@ void Duties::say(Says kind, Payload words) {
 
 void Duties::say_to_leader(Says kind, const Payload& words) {
   if (!relay_) {
-    if (!roster_.own_host().empty() && roster_.own_host().front() != 0) {
-      star_.say(roster_.own_host().front(), kind, words);
+    const int leader = roster_.own_host().empty() ? 0 : roster_.own_host().front();
+    if (leader != 0 && kind == kCalling && left_.count(leader) != 0) {
+      participant_.say_count();
+    } else if (leader != 0) {
+      star_.say(leader, kind, words);
     }
   } else if (kind == kCalling) {
     relay_->hear_call(roster_.place().rank, words);

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <numeric>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -111,7 +110,7 @@ void Participant::obey(uint32_t kind, Payload& words) {
       break;
     }
     case kPing:
-      say_(kPong, {});
+      say_count();
       break;
     case kOver: {
       auto end = take_end(words);
@@ -147,8 +146,7 @@ void Participant::finish(End end) {
 
 void Participant::lose_everybody() {
   if (lose_) {
-    std::vector<int> others(static_cast<size_t>(roster_.place().size));
-    std::iota(others.begin(), others.end(), 0);
+    auto others = roster_.all_ranks();
     std::erase(others, roster_.place().rank);
     lose_(others);
   }
@@ -174,24 +172,26 @@ std::optional<uint64_t> Participant::undone_by_root() const {
   return is_told && !root_left_ ? std::optional(root_done_ + 1) : std::nullopt;
 }
 
-void Participant::say_call(Calling call) {
+void Participant::say_call(const Calling& call) {
   Payload words = encoded(call);
-  const auto& own = roster_.own_host();
-  if (call.data && !own.empty()) {
+  const int rank = roster_.place().rank;
+  const bool by_leader = roster_.calls_by_leader(rank);
+  if (by_leader || rank == 0) {  // who leads its host, too
     say_to_leader_(kCalling, words);
-    // Rank 0 passes on what its own host calls alone.
-    if (call.data->has_parts() && own.front() != 0) {
-      call.data = call.data->of(roster_.hosts().front());
-      words = encoded(call);
-    }
   }
-  say_(kCalling, std::move(words));
+  if (!by_leader || !call.data) {
+    say_(kCalling, std::move(words));
+  }
+}
+
+void Participant::say_count(const std::vector<int64_t>& of_host) const {
+  say_(kPong, Payload().put(static_cast<int64_t>(calls_.count())).put(of_host));
 }
 
 void Participant::tell_news() {
   for (auto& one : calls_.take_news()) {
     if (one.call) {
-      say_call(std::move(*one.call));
+      say_call(*one.call);
     } else if (one.kind != kBroken || calls_.break_off(one.seq)) {
       if (one.delivery) {
         say_to_leader_(kDelivering, *one.delivery);

@@ -1,7 +1,7 @@
 #pragma once
 
 // Every rank's own part, rank 0's too: what it does on the agreement's thread with what rank 0
-// tells it, and what it tells rank 0 of its calls. No torch in here.
+// tells it, and what it tells rank 0, or its leader, of its calls. No torch in here.
 
 #include <chrono>
 #include <cstdint>
@@ -48,12 +48,15 @@ class Participant {
   // Calls what other code has to do, without a lock.
   void settle();
 
+  // Tells rank 0 how many collectives this one has called; a leader, those of its host.
+  void say_count(const std::vector<int64_t>& of_host = {}) const;
+
   // That the data of collective `seq` does not come.
   static News broken(uint64_t seq, const std::string& why);
 
  private:
-  // To rank 0, and to this rank's leader where it gives data.
-  void say_call(Calling call);
+  // To this rank's leader, and to rank 0 what has no data or is its own host's.
+  void say_call(const Calling& call);
   void finish(End end);
   void lose_everybody();
   bool is_root_stopped() const;

@@ -63,8 +63,18 @@ void receive_parts(const InnerCollective& what, const std::vector<SharedBytes>& 
   }
 }
 
-// What a thread's last such collective is lowered to.
+// What the collective that a thread lowers is lowered to.
 thread_local Piggyback noted_here;
+
+// Whose tensors nobody holds any longer than this, also where that throws.
+struct Noting {
+  Noting() = default;
+  ~Noting() {
+    noted_here = {};
+  }
+  Noting(const Noting&) = delete;
+  Noting& operator=(const Noting&) = delete;
+};
 
 // The backend to which such collectives are lowered. Notes what it is asked for.
 class PiggybackBackend final : public InnerBackend {
@@ -184,7 +194,7 @@ std::optional<Piggyback> piggyback_of(const HeldRequest& request, const Group& g
     return std::nullopt;
   }
   const Adapter adapter(request.op, group, backend, PiggybackBackend::can(), std::nullopt);
-  noted_here = {};  // the one before may have thrown
+  const Noting noting;
   Started started = lowering::start(adapter, request);
   Piggyback noted = std::exchange(noted_here, {});
   if (!noted.receive || noted.data.size() > most) {

@@ -61,6 +61,32 @@ Payload encoded(const Calling& call) {
   return put(words, call.data).put(static_cast<int64_t>(call.seq));
 }
 
+Payload encoded(const Relayed& calls, const std::vector<int>& to) {
+  Payload words;
+  words.reserve(kUsual * calls.size());
+  words.put(static_cast<int64_t>(calls.size()));
+  for (const auto& [rank, call] : calls) {
+    words.put(rank).put(encoded(call->called));
+    put(words, call->data ? std::optional(call->data->of(to)) : std::nullopt);
+    words.put(static_cast<int64_t>(call->seq));
+  }
+  return words;
+}
+
+std::vector<std::pair<int, Calling>> take_relayed(Payload& words, int ranks, size_t hosts,
+                                                  const std::function<bool(int rank)>& is_led) {
+  std::vector<std::pair<int, Calling>> calls;
+  for (auto left = within(words.number(), 1, ranks); left > 0; --left) {
+    const auto rank = static_cast<int>(within(words.number(), 0, ranks - 1));
+    if (!is_led(rank)) {
+      throw std::runtime_error("a call that is not this leader's to pass on");
+    }
+    calls.emplace_back(rank, take_call(words, ranks, hosts));
+  }
+  words.expect_no_more_data();
+  return calls;
+}
+
 Calling take_call(Payload& words, int ranks, size_t hosts) {
   Calling call;
   call.called = take_fingerprint(words);

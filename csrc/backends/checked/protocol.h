@@ -21,7 +21,9 @@
 //   Asking: who has not called it      ->
 //                                      <- Awaited: who has not
 //                                      <- Ping: are you there?
-//   Pong                               ->
+//   Pong: it is, and how many
+//     collectives it has called; a
+//     leader, each rank of its host    ->
 //   Done: the data of a long
 //     collective is here               ->
 //                                      <- Done: here, too; to leaders and rank 0's host
@@ -32,15 +34,24 @@
 //   Aborting                           ->
 //   Beat: nothing, between hosts       <->
 //
-// Where there are lines among leaders, a call with its data goes to the rank's leader, too, and
-// rank 0 says Go to its own host alone where all gave their data:
+// Where there are lines among leaders, ranks tell their leaders what they call, and rank 0 hears by
+// those of calls with data (of its own host's as above). It says Go to its own host alone where all
+// gave their data:
 //
 //   rank of a host                        its leader             the other leaders
-//   Calling                            ->
+//   Calling; without data to rank 0,
+//     too                              ->
 //                                         Relaying: the calls
-//                                         of all its ranks    ->
+//                                         with data of its
+//                                         ranks, once all
+//                                         have called; where
+//                                         some gave none, to
+//                                         rank 0 alone        ->
 //                                      <- Go, with all data,
 //                                         once all have called
+//   Pong, to rank 0: how many collectives it has called, where its leader has left
+//   rank 0, to leaders: Singly: somebody has left, and who calls what they will not is to be told
+//   at once, which leaders do by a Relaying for each call with data
 //   a leader, to rank 0: Severed: which leader it cannot hear any more
 //   where rank 0 is lost, ranks to their leaders, and those to each other and to theirs: Doomed;
 //   the next host's leader is that of rank 0's host, too
@@ -107,7 +118,8 @@ enum Says : uint32_t {
   kTaken,
   kWithdraw,
   kWithdrawn,
-  kAbsent
+  kAbsent,
+  kSingly
 };
 
 // Why a group is of no more use.
@@ -141,6 +153,14 @@ Payload encoded(const Calling& call);
 // Of a group of so many ranks and hosts. Throws std::runtime_error where it can be of no rank of
 // it.
 Calling take_call(Payload& words, int ranks, size_t hosts);
+
+// Calls of some ranks, as a leader passes them on to the host of those in `to`, which have parts of
+// their data.
+using Relayed = std::vector<std::pair<int, const Calling*>>;
+Payload encoded(const Relayed& calls, const std::vector<int>& to);
+// The same checks, and of ranks that `is_led`.
+std::vector<std::pair<int, Calling>> take_relayed(Payload& words, int ranks, size_t hosts,
+                                                  const std::function<bool(int rank)>& is_led);
 
 // Has `tell` tell those ranks that all have called it, each with what it is to have of all data.
 void tell_go(uint64_t seq, const std::vector<Contribution>& data, const std::vector<int>& ranks,

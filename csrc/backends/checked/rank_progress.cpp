@@ -2,24 +2,71 @@
 
 #include <algorithm>
 #include <chrono>
+#include <numeric>
 #include <stdexcept>
 #include <utility>
 
 namespace c10d_ext {
 
 void RankProgress::hear_call(int rank, Payload& words) {
-  Calling call = take_call(words, roster_.place().size, roster_.hosts().size());
+  auto call = take_call(words, roster_.place().size, roster_.hosts().size());
   words.expect_no_more_data();
-  if (call.seq != at(rank) + 1) {
-    throw std::runtime_error("a call is missing");
+  if (call.data && roster_.calls_by_leader(rank)) {
+    throw std::runtime_error("a call that its leader is to tell of");
   }
-  calls_[static_cast<size_t>(rank)].push_back(std::move(call));
+  add(rank, std::move(call));
+}
+
+void RankProgress::hear_calls(int leader, Payload& words) {
+  const auto is_led = [&](int rank) {
+    return roster_.calls_by_leader(rank) && roster_.leader_of(rank) == leader;
+  };
+  for (auto& [rank, call] :
+       take_relayed(words, roster_.place().size, roster_.hosts().size(), is_led)) {
+    if (!call.data) {
+      throw std::runtime_error("a call that the rank itself tells of");
+    }
+    add(rank, std::move(call));
+  }
+}
+
+void RankProgress::add(int rank, Calling call) {
+  auto& calls = calls_[static_cast<size_t>(rank)];
+  const uint64_t seq = call.seq, last = calls.empty() ? agreed_ : calls.rbegin()->first;
+  const bool is_next = roster_.calls_by_leader(rank) ? seq > agreed_ : seq == last + 1;
+  if (!is_next || !calls.emplace(seq, std::move(call)).second) {
+    throw std::runtime_error("a call is missing, or comes twice");
+  }
+  count(rank, seq);
+}
+
+void RankProgress::hear_counts(int rank, Payload& words) {
+  const auto own = words.number();
+  const auto of_host = words.numbers();
+  const auto& hosts = roster_.hosts();
+  const auto host = std::find_if(hosts.begin(), hosts.end(),
+                                 [rank](const auto& ranks) { return ranks.front() == rank; });
+  if (own < 0 ||
+      std::any_of(
+          of_host.begin(), of_host.end(), [](auto one) { return one < 0; }) ||
+      (!of_host.empty() && (host == hosts.end() || of_host.size() != host->size()))) {
+    throw std::runtime_error("a number of calls that nobody has made");
+  }
+  count(rank, static_cast<uint64_t>(own));
+  for (size_t i = 0; i < of_host.size(); ++i) {
+    count((*host)[i], static_cast<uint64_t>(of_host[i]));
+  }
+}
+
+void RankProgress::count(int rank, uint64_t count) {
+  auto& last = counts_[static_cast<size_t>(rank)];
+  last = std::max(last, count);
 }
 
 bool RankProgress::is_next_lost() const {
   bool is_called = false, is_lost = false;
   for (size_t rank = 0; rank < calls_.size(); ++rank) {
-    is_called = is_called || !calls_[rank].empty();
+    is_called = is_called || at(static_cast<int>(rank)) > agreed_;
     // Who has left after it knew that the others would call it, too.
     const bool has_done = left_[rank] == kLeft && left_after_[rank] > agreed_;
     is_lost = is_lost || (!left_[rank].empty() && !has_done);
@@ -28,7 +75,9 @@ bool RankProgress::is_next_lost() const {
 }
 
 bool RankProgress::have_all_called() const {
-  return std::none_of(calls_.begin(), calls_.end(), [](auto& c) { return c.empty(); });
+  return std::all_of(calls_.begin(), calls_.end(), [this](const auto& calls) {
+    return !calls.empty() && calls.begin()->first == agreed_ + 1;
+  });
 }
 
 RankProgress::Calls RankProgress::take_calls() {
@@ -36,13 +85,13 @@ RankProgress::Calls RankProgress::take_calls() {
   Calls calls;
   bool have_all_data = true;
   for (auto& own : calls_) {
-    calls.called.push_back(std::move(own.front().called));
-    if (auto& data = own.front().data) {
-      calls.data.push_back(std::move(*data));
+    Calling call = std::move(own.extract(own.begin()).mapped());
+    calls.called.push_back(std::move(call.called));
+    if (call.data) {
+      calls.data.push_back(std::move(*call.data));
     } else {
       have_all_data = false;
     }
-    own.pop_front();
   }
   if (!have_all_data) {
     calls.data.clear();
@@ -58,17 +107,23 @@ void RankProgress::hear_done(int rank, uint64_t seq) {
   last = seq;
 }
 
-std::vector<int> RankProgress::suspects(uint64_t seq) const {
+std::vector<int> RankProgress::behind(uint64_t seq) const {
   std::vector<int> ranks;
-  for (size_t rank = 0; seq > agreed_ && rank < calls_.size(); ++rank) {
-    if (agreed_ + calls_[rank].size() < seq) {
-      ranks.push_back(static_cast<int>(rank));
+  for (int rank = 0; rank < roster_.place().size; ++rank) {
+    if (at(rank) < seq) {
+      ranks.push_back(rank);
     }
   }
-  for (size_t rank = 1; seq <= agreed_ && rank < calls_.size(); ++rank) {
-    ranks.push_back(static_cast<int>(rank));
-  }
   return ranks;
+}
+
+std::vector<int> RankProgress::suspects(uint64_t seq) const {
+  if (seq > agreed_) {
+    return behind(seq);
+  }
+  std::vector<int> others(calls_.size() - 1);
+  std::iota(others.begin(), others.end(), 1);
+  return others;
 }
 
 void RankProgress::leave(int rank, uint64_t after) {

@@ -3,9 +3,10 @@
 // What rank 0 knows of each rank of a group: which collectives it has called, and whether it is
 // still there. For the coordinator's thread alone. No torch in here.
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -22,19 +23,25 @@ class RankProgress {
   explicit RankProgress(const Roster& roster)
       : roster_(roster),
         calls_(static_cast<size_t>(roster.place().size)),
+        counts_(calls_.size()),
         done_(calls_.size()),
         left_(calls_.size()),
         left_after_(calls_.size()) {}
 
-  // A rank says that it calls a collective. Throws std::runtime_error where that makes no sense.
+  // A rank calls a collective, as it says. Throws std::runtime_error where that makes no sense.
   void hear_call(int rank, Payload& words);
+  // Ranks of its host do, as a leader says, maybe behind what they have said themselves; the same.
+  void hear_calls(int leader, Payload& words);
+  // It says how many it has called, of which it or its leader may be yet to tell; and where it is a
+  // leader, the ranks of its host; the same.
+  void hear_counts(int rank, Payload& words);
   // How many collectives all ranks have called, and been told of.
   uint64_t agreed() const {
     return agreed_;
   }
   // The number of the last collective that a rank has called.
   uint64_t at(int rank) const {
-    return agreed_ + calls_[static_cast<size_t>(rank)].size();
+    return std::max(agreed_, counts_[static_cast<size_t>(rank)]);
   }
   // Whether all have called the next collective.
   bool have_all_called() const;
@@ -54,7 +61,9 @@ class RankProgress {
   uint64_t done(int rank) const {
     return done_[static_cast<size_t>(rank)];
   }
-  // Ranks that have not called `seq`; where all have, all but this one.
+  // Ranks that have not called `seq`.
+  std::vector<int> behind(uint64_t seq) const;
+  // The same; where all have been told that all have, all but this one.
   std::vector<int> suspects(uint64_t seq) const;
 
   // How ranks are no more there: kLeft, kGone or kUnreachable. The first time is the one that
@@ -76,10 +85,14 @@ class RankProgress {
   End lost() const;
 
  private:
+  void add(int rank, Calling call);
+  void count(int rank, uint64_t count);
+
   const Roster& roster_;
   uint64_t agreed_ = 0;
   // What each rank has called since the last collective on which all agreed.
-  std::vector<std::deque<Calling>> calls_;
+  std::vector<std::map<uint64_t, Calling>> calls_;
+  std::vector<uint64_t> counts_;  // and its last, as far as is known
   std::vector<uint64_t> done_;
   std::vector<std::string> left_;     // how each rank has, empty: it has not
   std::vector<uint64_t> left_after_;  // those that have

@@ -9,14 +9,18 @@ namespace c10d_ext {
 
 namespace {
 
-// Ranks give data where nothing of theirs is in flight, and so are a call or two apart.
+// Ranks give data where nothing of theirs is in flight, and so are a call or two with data apart.
 constexpr size_t kMostOpen = 64;
 
 }  // namespace
 
-Relay::Relay(const Roster& roster, Tell tell) : roster_(roster), tell_(std::move(tell)) {}
+Relay::Relay(const Roster& roster, Tell tell) : roster_(roster), tell_(std::move(tell)) {
+  for (const int rank : roster_.own_host()) {
+    callers_[rank];
+  }
+}
 
-Relay::Collective* Relay::open(uint64_t seq) {
+Relay::Calls* Relay::open(uint64_t seq) {
   if (is_settled(seq)) {
     return nullptr;
   }
@@ -27,46 +31,92 @@ Relay::Collective* Relay::open(uint64_t seq) {
 }
 
 void Relay::hear_call(int rank, Payload words) {
-  const auto& own = roster_.own_host();
-  if (std::find(own.begin(), own.end(), rank) == own.end()) {
+  const auto caller = callers_.find(rank);
+  if (caller == callers_.end()) {
     throw std::runtime_error("a call of another host's");
   }
   Calling call = take_call(words, roster_.place().size, roster_.hosts().size());
   words.expect_no_more_data();
-  const uint64_t seq = call.seq;
-  auto* collective = call.data ? open(seq) : nullptr;
-  if (collective == nullptr) {
-    return;
+  auto& [count, calls] = caller->second;
+  if (call.seq != count + 1) {
+    throw std::runtime_error("a call is missing");
   }
-  collective->own += collective->calls.insert_or_assign(rank, std::move(call)).second;
-  if (collective->own == own.size()) {
-    pass_on(*collective);
-    compare(seq);
+  const auto has_data = [](const Calling& one) { return one.data.has_value(); };
+  if (has_data(call) &&
+      static_cast<size_t>(std::count_if(calls.begin(), calls.end(), has_data)) >= kMostOpen) {
+    throw std::runtime_error("calls that are too far apart");
+  }
+  ++count;
+  if (is_single_ && call.data) {
+    tell_(0, kRelaying, encoded(Relayed{{rank, &call}}, roster_.hosts().front()));
+  }
+  calls.push_back(std::move(call));
+  if (have_all_called()) {
+    pass_on();
   }
 }
 
-void Relay::pass_on(const Collective& collective) const {
-  const auto for_host = [&](const std::vector<int>& ranks) {
-    Payload all;
-    for (const int rank : roster_.own_host()) {
-      const Calling& call = collective.calls.at(rank);
-      all.put(encoded(Calling{call.called, call.data->of(ranks), call.seq}));
+bool Relay::have_all_called() const {
+  return std::none_of(callers_.begin(), callers_.end(),
+                      [](const auto& caller) { return caller.second.calls.empty(); });
+}
+
+void Relay::pass_on() {
+  Calls own;
+  for (auto& [rank, caller] : callers_) {
+    own.emplace(rank, std::move(caller.calls.front()));
+    caller.calls.pop_front();
+  }
+  // Those without data rank 0 hears of by the ranks themselves.
+  Relayed passed;
+  bool has_parts = false;
+  for (const auto& [rank, call] : own) {
+    if (call.data) {
+      passed.emplace_back(rank, &call);
+      has_parts = has_parts || call.data->has_parts();
     }
-    return all;
-  };
-  const bool has_parts =
-      std::any_of(roster_.own_host().begin(), roster_.own_host().end(),
-                  [&](int rank) { return collective.calls.at(rank).data->has_parts(); });
+  }
+  const uint64_t seq = own.begin()->second.seq;
+  const bool has_all_data = passed.size() == own.size();
   std::optional<Payload> words;
   for (const auto& ranks : roster_.hosts()) {
-    // Rank 0 has heard each of them.
-    if (const int leader = ranks.front(); leader != 0 && leader != roster_.place().rank) {
+    const int leader = ranks.front();
+    const bool is_told = leader == 0
+                             ? is_for_root() && !is_single_ && !passed.empty()
+                             : leader != roster_.place().rank && has_all_data && !is_settled(seq);
+    if (is_told) {
       if (!words || has_parts) {
-        words = for_host(ranks);
+        words = encoded(passed, ranks);
       }
       tell_(leader, kRelaying, *words);
     }
   }
+  auto* collective = has_all_data ? open(seq) : nullptr;
+  if (collective != nullptr) {
+    collective->merge(std::move(own));
+    compare(seq);
+  }
+}
+
+void Relay::pass_on_singly() {
+  if (!is_for_root() || std::exchange(is_single_, true)) {
+    return;
+  }
+  for (const auto& [rank, caller] : callers_) {
+    for (const auto& call : caller.calls) {
+      if (call.data) {
+        tell_(0, kRelaying, encoded(Relayed{{rank, &call}}, roster_.hosts().front()));
+      }
+    }
+  }
+}
+
+std::vector<int64_t> Relay::counts() const {
+  std::vector<int64_t> all;
+  for (const auto& [rank, caller] : callers_) {
+    all.push_back(static_cast<int64_t>(caller.count));
+  }
+  return all;
 }
 
 void Relay::hear_calls(int leader, Payload& words) {
@@ -76,20 +126,22 @@ void Relay::hear_calls(int leader, Payload& words) {
   if (host == hosts.end()) {
     throw std::runtime_error("calls that no leader passes on");
   }
-  std::optional<uint64_t> seq;
-  std::map<int, Calling> calls;
-  for (const int rank : *host) {
-    Calling call = take_call(words, roster_.place().size, roster_.hosts().size());
-    if (!call.data || call.seq != seq.value_or(call.seq)) {
+  Calls calls;
+  for (auto& [rank, call] : take_relayed(words, roster_.place().size, hosts.size(), [&](int rank) {
+         return std::find(host->begin(), host->end(), rank) != host->end();
+       })) {
+    if (!call.data || (!calls.empty() && call.seq != calls.begin()->second.seq)) {
       throw std::runtime_error("calls that do not belong together");
     }
-    seq = call.seq;
     calls.emplace(rank, std::move(call));
   }
-  words.expect_no_more_data();
-  if (auto* collective = open(*seq)) {
-    collective->calls.merge(std::move(calls));
-    compare(*seq);
+  if (calls.size() != host->size()) {
+    throw std::runtime_error("calls of some of a host");
+  }
+  const uint64_t seq = calls.begin()->second.seq;
+  if (auto* collective = open(seq)) {
+    collective->merge(std::move(calls));
+    compare(seq);
   }
 }
 
@@ -116,7 +168,7 @@ void Relay::settle(uint64_t seq) {
 }
 
 void Relay::compare(uint64_t seq) {
-  auto& calls = open_.at(seq).calls;
+  auto& calls = open_.at(seq);
   const auto size = static_cast<size_t>(roster_.place().size);
   if (calls.size() < size || roster_.place().rank == 0) {
     return;

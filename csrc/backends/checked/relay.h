@@ -1,18 +1,16 @@
 #pragma once
 
-// A leader's part: it passes the calls of its host's ranks with their data on to the other leaders,
-// and gives its own ranks the word to go once it has all calls. What is not agreed on so, as some
-// rank gave no data, or as they do not fit together, rank 0 tells all ranks. And it passes on what
-// ranks of its host are to hear of messages from other hosts, and those of theirs. No torch in
-// here.
+// A leader's part: it passes the calls of its host's ranks with their data on to rank 0 and, where
+// all of them gave some, to the other leaders, and gives its own ranks the word to go once it has
+// all calls. What is not agreed on so, as some rank gave no data, or as they do not fit together,
+// rank 0 tells all ranks. And it passes on what ranks of its host are to hear of messages from
+// other hosts, and those of theirs. No torch in here.
 
-#include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
-#include <optional>
 #include <set>
-#include <string>
 #include <vector>
 
 #include "backends/checked/protocol.h"
@@ -38,28 +36,42 @@ class Relay {
   void hear_of_message(int rank, Says kind, const Payload& words);
   // Rank 0 has told of the collective: it is not agreed on here.
   void settle(uint64_t seq);
+  // Rank 0 is told of each call as it comes, and of those that are here, from now on.
+  void pass_on_singly();
+  // How many collectives each rank of this host has called.
+  std::vector<int64_t> counts() const;
 
  private:
-  struct Collective {
-    std::map<int, Calling> calls;  // by rank
-    size_t own = 0;                // of those, the calls of this host's ranks
+  // What a rank of this host has called: how many, and those that others of it have not.
+  struct Caller {
+    uint64_t count = 0;
+    std::deque<Calling> calls;
   };
+  using Calls = std::map<int, Calling>;  // by rank
 
+  bool is_for_root() const {
+    return roster_.place().rank != 0;
+  }
+  bool have_all_called() const;
+  // The next collective, which all of this host have called.
+  void pass_on();
   // None: it is settled.
-  Collective* open(uint64_t seq);
+  Calls* open(uint64_t seq);
   bool is_settled(uint64_t seq) const {
     return seq <= settled_up_to_ || settled_.count(seq) != 0;
   }
-  void pass_on(const Collective& collective) const;
   // Gives the word to go where all have called and agree.
   void compare(uint64_t seq);
 
   const Roster& roster_;
   const Tell tell_;
+  bool is_single_ = false;
+  std::map<int, Caller> callers_;
   // Rank 0's word may come before that of an earlier collective is given here.
   uint64_t settled_up_to_ = 0;
   std::set<uint64_t> settled_;  // those after it
-  std::map<uint64_t, Collective> open_;
+  // Those with the data of all ranks of some hosts.
+  std::map<uint64_t, Calls> open_;
 };
 
 }  // namespace c10d_ext

@@ -1,6 +1,7 @@
 #include "backends/checked/roster.h"
 
 #include <algorithm>
+#include <numeric>
 
 namespace c10d_ext {
 
@@ -14,6 +15,12 @@ Roster::Roster(Place place, std::vector<Member> members)
       own_host_ = ranks;
     }
   }
+}
+
+std::vector<int> Roster::all_ranks() const {
+  std::vector<int> ranks(members_.size());
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
 }
 
 bool Roster::is_near(int rank) const {

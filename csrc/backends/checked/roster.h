@@ -21,6 +21,7 @@ class Roster {
   const Place& place() const {
     return place_;
   }
+  std::vector<int> all_ranks() const;
   // Whether it is on this machine, where its process can be seen.
   bool is_near(int rank) const;
   // Of its process, where it is near.
@@ -53,6 +54,10 @@ class Roster {
   // Whether there are ranks with which it goes so.
   bool hears_by_leaders(int rank) const {
     return hosts_.size() > 2 && member(rank).network != member(0).network;
+  }
+  // Whether rank 0 hears of its calls by its leader: it is not on rank 0's host.
+  bool calls_by_leader(int rank) const {
+    return !hosts_.empty() && member(rank).network != member(0).network;
   }
   // Of a group whose hosts have leaders.
   int leader_of(int rank) const;

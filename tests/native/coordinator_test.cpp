@@ -1,0 +1,288 @@
+// What rank 0 makes of the calls of ranks on several hosts, and of what it hears of them. Run
+// without arguments it runs every test; with arguments, those named.
+
+#include <chrono>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "agreement_ranks.h"
+#include "backends/checked/coordinator.h"
+#include "passed_on.h"
+#include "program.h"
+
+using namespace c10d_ext;
+using namespace std::chrono_literals;
+using Clock = std::chrono::steady_clock;
+using Kind = ErrorKind;
+
+namespace {
+
+class Root {
+ public:
+  explicit Root(const std::vector<std::string>& machines)
+      : roster_(roster_of(0, machines)),
+        coordinator_(roster_, [this](int to, Says kind, const Payload& words) {
+          said_.push_back({to, kind, words.words()});
+        }) {}
+
+  void hear(int rank, Says kind, Payload words) {
+    coordinator_.hear(rank, kind, words);
+  }
+  void call(int rank, uint64_t seq) {
+    call(rank, seq, data_of(seq, rank));
+  }
+  // As it says it, or its leader where that tells of it.
+  void call(int rank, uint64_t seq, const std::optional<std::string>& data) {
+    const auto words = calling(seq, summed(6), data);
+    if (data && roster_.calls_by_leader(rank)) {
+      hear(roster_.leader_of(rank), kRelaying, together(rank, {words}));
+    } else {
+      hear(rank, kCalling, words);
+    }
+  }
+  void look() {
+    coordinator_.look(Clock::now());
+  }
+  void look_later() {
+    coordinator_.look(Clock::now() + 1h);
+  }
+  Coordinator& operator*() {
+    return coordinator_;
+  }
+  // To whom it has said this, and what it said last.
+  std::vector<int> told(Says kind) {
+    std::vector<int> ranks;
+    for (const auto& said : said_) {
+      if (said.kind == kind) {
+        ranks.push_back(said.rank);
+        last_ = said.words;
+      }
+    }
+    return ranks;
+  }
+  End end() {
+    CHECK(!told(kOver).empty());
+    Payload words(last_);
+    return take_end(words);
+  }
+
+ private:
+  const Roster roster_;
+  std::vector<Said> said_;
+  std::string last_;
+  Coordinator coordinator_;
+};
+
+Payload pong(int64_t count, const std::vector<int64_t>& of_host = {}) {
+  return Payload().put(count).put(of_host);
+}
+
+void rank_0_gives_its_own_host_the_word_to_go() {
+  Root root(kThree);
+  for (int rank = 0; rank < 6; ++rank) {
+    root.call(rank, 1);
+  }
+  CHECK((root.told(kGo) == std::vector<int>{0, 1}));
+  for (int rank = 0; rank < 6; ++rank) {
+    root.call(rank, 2, rank == 4 ? std::nullopt : std::optional<std::string>("x"));
+  }
+  CHECK((root.told(kGo) == std::vector<int>{0, 1, 0, 1, 2, 3, 4, 5}));
+}
+
+void a_call_that_a_leader_has_agreed_on_is_waited_for() {
+  // Rank 5 has its result, and leaves before rank 0 hears of the last call.
+  for (const uint64_t done : {1, 0}) {
+    Root root(kThree);
+    for (const int rank : {0, 1, 2, 4, 5}) {
+      root.call(rank, 1);
+    }
+    root.hear(5, kLeaving, Payload().put(static_cast<int64_t>(done)));
+    CHECK(root.told(kOver).empty() == (done == 1));
+    root.call(3, 1);
+    CHECK(root.told(kGo).empty() == (done == 0));
+    if (done == 1) {
+      root.call(3, 2);
+      CHECK((root.end().ranks == std::vector<int>{5}) && root.end().agreed == 1);
+    }
+  }
+}
+
+void a_leader_that_does_not_pass_on_is_named() {
+  for (const bool answers : {false, true}) {
+    Root root(kThree);
+    for (int rank = 0; rank < 6; ++rank) {
+      root.call(rank, 1);
+    }
+    root.hear(3, kLate, Payload().put(1).put("collective 1 must be done within 1 s"));
+    CHECK((root.told(kPing) == std::vector<int>{2, 3, 4, 5}));
+    // Of its host nobody answers, or the leader, whose word it is, alone.
+    for (const int rank : answers ? std::vector<int>{2, 4, 5} : std::vector<int>{4, 5}) {
+      root.hear(rank, kPong, pong(1));
+    }
+    root.look_later();
+    CHECK(root.told(kOver).empty() == answers);
+    if (!answers) {
+      const End end = root.end();
+      CHECK((end.kind == Kind::Timeout && end.ranks == std::vector<int>{2, 3}));
+      CHECK_HAS(end.why,
+                "the collective 1 must be done within 1 s, got no answer from rank 2 (pid ");
+      CHECK_HAS(end.why, "on b, silent)");
+    }
+  }
+}
+
+// By leaders, and by the ranks themselves what has no data, which may be sooner.
+void rank_0_takes_calls_in_their_order() {
+  Root root(kThree);
+  for (int rank = 0; rank < 6; ++rank) {
+    if (rank != 3) {
+      root.call(rank, 1);
+    }
+    root.call(rank, 2, std::nullopt);
+  }
+  CHECK(root.told(kGo).empty());
+  root.call(3, 1);
+  CHECK((root.told(kGo) == std::vector<int>{0, 1, 0, 1, 2, 3, 4, 5}));
+  // Not twice, not of others' ranks, not with data by the rank, nor without by its leader.
+  const auto call = [](std::optional<std::string> data, uint64_t seq = 3) {
+    return calling(seq, summed(6), data);
+  };
+  refused([&] { root.call(3, 2, std::nullopt); });
+  root.call(3, 3);
+  refused([&] { root.call(3, 3); });
+  refused([&] { root.hear(2, kRelaying, together(4, {call("4")})); });
+  refused([&] { root.hear(3, kRelaying, together(3, {call("3", 4)})); });
+  refused([&] { root.hear(1, kRelaying, together(0, {call("0"), call("1")})); });
+  refused([&] { root.hear(2, kCalling, call("2")); });
+  refused([&] { root.hear(2, kRelaying, together(2, {call(std::nullopt)})); });
+  refused([&] { root.hear(2, kRelaying, together(2, {})); });
+  // A rank of rank 0's host, which is heard itself, misses none.
+  refused([&] { root.call(1, 4); });
+}
+
+// What its leader has not told of.
+void a_rank_says_how_many_it_has_called() {
+  for (const bool leaves : {false, true}) {
+    Root root(kThree);
+    for (const int rank : {0, 1, 4, 5}) {
+      root.call(rank, 1);
+    }
+    if (leaves) {
+      root.hear(2, kLeaving, Payload().put(0));
+      CHECK((root.told(kSingly) == std::vector<int>{2, 4}));
+      CHECK((root.end().kind == Kind::RankLost && root.end().ranks == std::vector<int>{2}));
+      continue;
+    }
+    root.hear(0, kLate, Payload().put(1).put("collective 1 must be done within 1 s"));
+    CHECK((root.told(kPing) == std::vector<int>{2, 3, 4, 5}));
+    for (const int rank : {2, 3, 4, 5}) {
+      root.hear(rank, kPong, pong(rank == 3 ? 0 : 1));
+    }
+    root.look();
+    CHECK((root.end().kind == Kind::Timeout && root.end().ranks == std::vector<int>{3}));
+    CHECK_HAS(root.end().why, "; rank 3 is before its first collective");
+  }
+  // Of the last rank that is to call, whose leader has left.
+  Root root(kThree);
+  root.hear(2, kLeaving, Payload().put(0));
+  CHECK(root.told(kOver).empty());
+  root.hear(3, kPong, pong(1));
+  CHECK((root.end().kind == Kind::RankLost && root.end().ranks == std::vector<int>{2}));
+}
+
+// Or its leader says so, where the rank does not answer.
+void a_leader_says_how_many_its_host_has_called() {
+  for (const bool has_called : {false, true}) {
+    Root root(kThree);
+    for (const int rank : {0, 1, 4, 5}) {
+      root.call(rank, 1);
+    }
+    root.hear(0, kLate, Payload().put(1).put("collective 1 must be done within 1 s"));
+    root.hear(2, kPong, pong(0, {0, has_called ? 1 : 0}));
+    root.look_later();
+    CHECK_HAS(root.end().why, "; rank 2 is before its first collective");
+    const bool is_behind = root.end().why.find("; rank 3 is before") != std::string::npos;
+    CHECK(is_behind != has_called);
+  }
+  Root root(kThree);
+  refused([&] { root.hear(2, kPong, pong(-1)); });
+  refused([&] { root.hear(2, kPong, pong(0, {0, -1})); });
+  refused([&] { root.hear(2, kPong, pong(0, {1})); });
+  refused([&] { root.hear(3, kPong, pong(0, {1, 1})); });
+}
+
+// All have called, but the leader that is to tell of it does not.
+void a_leader_that_keeps_calls_is_named() {
+  for (const bool answers : {true, false}) {
+    Root root(kThree);
+    for (const int rank : {0, 1, 4, 5}) {
+      root.call(rank, 1);
+    }
+    root.hear(2, kPong, pong(1, {1, 0}));
+    root.hear(3, kPong, pong(1));
+    root.hear(0, kLate, Payload().put(1).put("collective 1 must be done within 1 s"));
+    for (const int rank : {2, 3, 4, 5}) {
+      if (answers || rank != 2) {
+        root.hear(rank, kPong, pong(1));
+      }
+    }
+    root.look_later();
+    CHECK(root.told(kOver).empty() == answers);
+    if (!answers) {
+      CHECK((root.end().kind == Kind::Timeout && root.end().ranks == std::vector<int>{2}));
+    }
+  }
+}
+
+// A loss that shows once an earlier collective is agreed on.
+void what_is_lost_is_told_once_it_is_next() {
+  Root root(kThree);
+  for (const int rank : {0, 1, 2, 3, 4}) {
+    root.call(rank, 1);
+  }
+  root.hear(2, kLeaving, Payload().put(1));
+  root.hear(3, kPong, pong(2));
+  CHECK(root.told(kOver).empty());
+  root.call(5, 1);
+  CHECK((root.end().kind == Kind::RankLost && root.end().ranks == std::vector<int>{2}));
+  CHECK(root.end().agreed == 1);
+}
+
+void leaders_that_lose_each_other_end_the_group() {
+  for (const bool ends : {false, true}) {
+    for (const bool backwards : {false, true}) {  // whoever says so
+      Root root(kThree);
+      root.hear(backwards ? 4 : 2, kSevered, Payload().put(backwards ? 2 : 4));
+      root.look();
+      CHECK(root.told(kOver).empty());
+      if (ends) {  // of which rank 0 hears a little later
+        (*root).lose({4}, kGone);
+      }
+      root.look_later();
+      const End end = root.end();
+      CHECK(end.kind == Kind::RankLost && end.ranks == std::vector<int>{4});
+      CHECK_HAS(end.why, ends ? "on c, gone)" : "on c, unreachable)");
+    }
+  }
+  Root root(kThree);
+  refused([&] { root.hear(2, kSevered, Payload().put(6)); });
+}
+
+const std::vector<Test> kTests = {
+    TEST(rank_0_gives_its_own_host_the_word_to_go),
+    TEST(a_call_that_a_leader_has_agreed_on_is_waited_for),
+    TEST(a_leader_that_does_not_pass_on_is_named),
+    TEST(rank_0_takes_calls_in_their_order),
+    TEST(a_rank_says_how_many_it_has_called),
+    TEST(a_leader_says_how_many_its_host_has_called),
+    TEST(a_leader_that_keeps_calls_is_named),
+    TEST(what_is_lost_is_told_once_it_is_next),
+    TEST(leaders_that_lose_each_other_end_the_group),
+};
+
+}  // namespace
+
+int main(int count, char** names) {
+  return run_tests(kTests, count, names);
+}
