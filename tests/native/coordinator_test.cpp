@@ -61,6 +61,15 @@ class Root {
     }
     return ranks;
   }
+  // The ranks that it names to who has asked.
+  std::vector<int> answer() {
+    CHECK(told(kAwaited).size() == 1);
+    Payload words(last_);
+    words.number();
+    words.number();
+    words.text();
+    return words.numbers<int>();
+  }
   End end() {
     CHECK(!told(kOver).empty());
     Payload words(last_);
@@ -235,6 +244,55 @@ void a_leader_that_keeps_calls_is_named() {
   }
 }
 
+// It has told its leader, which says so, and not rank 0.
+void a_rank_that_does_not_tell_is_named() {
+  for (const bool answers : {true, false}) {
+    Root root(kThree);
+    for (const int rank : {0, 1, 2, 4, 5}) {
+      root.call(rank, 1, std::nullopt);
+    }
+    root.hear(0, kLate, Payload().put(1).put("collective 1 must be done within 1 s"));
+    for (const int rank : {2, 3, 4, 5}) {
+      if (answers || rank != 3) {
+        root.hear(rank, kPong, rank == 2 ? pong(1, {1, 1}) : pong(1));
+      }
+    }
+    root.look_later();
+    CHECK(root.told(kOver).empty() == answers);
+    if (!answers) {
+      CHECK((root.end().kind == Kind::Timeout && root.end().ranks == std::vector<int>{3}));
+    }
+  }
+}
+
+void who_waits_longer_is_told_who_has_not_called() {
+  const auto asked = [](int missing, bool answers) {
+    Root root(kThree);
+    for (const int rank : {0, 1, 4, 5}) {
+      root.call(rank, 1);
+    }
+    root.hear(0, kAsking, Payload().put(1));
+    CHECK((root.told(kPing) == std::vector<int>{2, 3}));
+    for (const int rank : {2, 3}) {
+      if (answers || rank != 2) {
+        root.hear(rank, kPong, pong(rank == missing ? 0 : 1));
+      }
+    }
+    root.look_later();
+    return root.answer();
+  };
+  CHECK(asked(3, true) == std::vector<int>{3});
+  CHECK((asked(3, false) == std::vector<int>{2, 3}));
+  CHECK(asked(-1, true).empty());  // it is on its way
+}
+
+void leaders_are_told_once_that_somebody_has_left() {
+  Root root(kThree);
+  root.hear(1, kLeaving, Payload().put(0));
+  root.hear(3, kLeaving, Payload().put(0));
+  CHECK((root.told(kSingly) == std::vector<int>{2, 4}));
+}
+
 // A loss that shows once an earlier collective is agreed on.
 void what_is_lost_is_told_once_it_is_next() {
   Root root(kThree);
@@ -277,6 +335,9 @@ const std::vector<Test> kTests = {
     TEST(a_rank_says_how_many_it_has_called),
     TEST(a_leader_says_how_many_its_host_has_called),
     TEST(a_leader_that_keeps_calls_is_named),
+    TEST(a_rank_that_does_not_tell_is_named),
+    TEST(who_waits_longer_is_told_who_has_not_called),
+    TEST(leaders_are_told_once_that_somebody_has_left),
     TEST(what_is_lost_is_told_once_it_is_next),
     TEST(leaders_that_lose_each_other_end_the_group),
 };

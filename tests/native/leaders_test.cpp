@@ -437,6 +437,7 @@ void a_leader_refuses_nonsense() {
       (*leader).hear_call(3, calling(seq, summed(6), "3"));
     }
   });
+  CHECK(((*leader).counts() == std::vector<int64_t>{0, 64}));
   Leader other(2, kThree);
   for (uint64_t seq = 1; seq < 1000; ++seq) {
     (*other).hear_call(3, calling(seq, summed(6), std::nullopt));

@@ -214,7 +214,7 @@ void Coordinator::end_for_all(End end) {
 
 std::vector<int> Coordinator::suspects_of(uint64_t seq) const {
   auto ranks = progress_.behind(seq);
-  return ranks.empty() ? roster_.leaders() : ranks;
+  return ranks.empty() ? progress_.holding_up(seq) : ranks;
 }
 
 std::vector<int> Coordinator::awaited_by(int rank, Says question, uint64_t number) const {

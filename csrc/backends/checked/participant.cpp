@@ -173,6 +173,7 @@ std::optional<uint64_t> Participant::undone_by_root() const {
 }
 
 void Participant::say_call(const Calling& call) {
+  called_ = call.seq;
   Payload words = encoded(call);
   const int rank = roster_.place().rank;
   const bool by_leader = roster_.calls_by_leader(rank);
@@ -185,7 +186,7 @@ void Participant::say_call(const Calling& call) {
 }
 
 void Participant::say_count(const std::vector<int64_t>& of_host) const {
-  say_(kPong, Payload().put(static_cast<int64_t>(calls_.count())).put(of_host));
+  say_(kPong, Payload().put(static_cast<int64_t>(called_)).put(of_host));
 }
 
 void Participant::tell_news() {

@@ -48,7 +48,7 @@ class Participant {
   // Calls what other code has to do, without a lock.
   void settle();
 
-  // Tells rank 0 how many collectives this one has called; a leader, those of its host.
+  // Tells rank 0 how many collectives this one has called; a leader, each rank of its host.
   void say_count(const std::vector<int64_t>& of_host = {}) const;
 
   // That the data of collective `seq` does not come.
@@ -69,6 +69,7 @@ class Participant {
   const Lose lose_;
   bool root_left_ = false;
   uint64_t root_done_ = 0;
+  uint64_t called_ = 0;  // the last collective of which it has told
 };
 
 }  // namespace c10d_ext

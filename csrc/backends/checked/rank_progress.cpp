@@ -117,6 +117,16 @@ std::vector<int> RankProgress::behind(uint64_t seq) const {
   return ranks;
 }
 
+std::vector<int> RankProgress::holding_up(uint64_t seq) const {
+  auto ranks = roster_.all_ranks();
+  const auto leaders = roster_.leaders();
+  std::erase_if(ranks, [&](int rank) {
+    const bool has_told = seq <= agreed_ || calls_[static_cast<size_t>(rank)].count(seq) != 0;
+    return has_told && std::find(leaders.begin(), leaders.end(), rank) == leaders.end();
+  });
+  return ranks;
+}
+
 std::vector<int> RankProgress::suspects(uint64_t seq) const {
   if (seq > agreed_) {
     return behind(seq);

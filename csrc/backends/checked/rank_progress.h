@@ -32,8 +32,8 @@ class RankProgress {
   void hear_call(int rank, Payload& words);
   // Ranks of its host do, as a leader says, maybe behind what they have said themselves; the same.
   void hear_calls(int leader, Payload& words);
-  // It says how many it has called, of which it or its leader may be yet to tell; and where it is a
-  // leader, the ranks of its host; the same.
+  // It says how many it has called, of which its leader may be yet to tell; and where it is one,
+  // what the ranks of its host have; the same.
   void hear_counts(int rank, Payload& words);
   // How many collectives all ranks have called, and been told of.
   uint64_t agreed() const {
@@ -63,7 +63,10 @@ class RankProgress {
   }
   // Ranks that have not called `seq`.
   std::vector<int> behind(uint64_t seq) const;
-  // The same; where all have been told that all have, all but this one.
+  // Where there are none: who may keep the others from hearing of it, leaders and, before all have
+  // been told, those whose call has not come here.
+  std::vector<int> holding_up(uint64_t seq) const;
+  // Those behind; where all have been told that all have called it, all but this one.
   std::vector<int> suspects(uint64_t seq) const;
 
   // How ranks are no more there: kLeft, kGone or kUnreachable. The first time is the one that
