@@ -73,11 +73,14 @@ def _calls(collective: str, size: int, groups: dict[str, Any], mpi: Any) -> dict
     other = torch.zeros(count)
 
     def by(module: Any, group: Any) -> Call:
+        # torch 2.13 has them under other names.
+        gather = getattr(module, "all_gather_single", module.all_gather_into_tensor)
+        scatter = getattr(module, "reduce_scatter_single", module.reduce_scatter_tensor)
         return {
             "all_reduce": lambda: module.all_reduce(whole, group=group),
             "broadcast": lambda: module.broadcast(whole, 0, group=group),
-            "all_gather": lambda: module.all_gather_into_tensor(whole, part, group=group),
-            "reduce_scatter": lambda: module.reduce_scatter_tensor(part, whole, group=group),
+            "all_gather": lambda: gather(whole, part, group=group),
+            "reduce_scatter": lambda: scatter(part, whole, group=group),
             "all_to_all": lambda: module.all_to_all_single(other, whole, group=group),
             **there_and_back(
                 dist.get_rank(),

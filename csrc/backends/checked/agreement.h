@@ -2,9 +2,9 @@
 
 // How ranks that share no memory agree on what they do. Each tells rank 0 what it has called, over
 // a connection to it or by its host's leader, and rank 0 tells all whether that fits together:
-// nobody sends data before.
-// Of a message its two ends tell, in the order of their calls; collectives know nothing of it. The
-// same connections tell who is gone, and who does not come. No torch in here.
+// nobody sends data before. Of a message its two ends tell, in the order of their calls;
+// collectives know nothing of it. The same connections tell who is gone, and who does not come. No
+// torch in here.
 
 #include <chrono>
 #include <cstdint>

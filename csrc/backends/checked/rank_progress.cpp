@@ -37,7 +37,7 @@ void RankProgress::add(int rank, Calling call) {
   if (!is_next || !calls.emplace(seq, std::move(call)).second) {
     throw std::runtime_error("a call is missing, or comes twice");
   }
-  count(rank, seq);
+  note(rank, seq);
 }
 
 void RankProgress::hear_counts(int rank, Payload& words) {
@@ -52,13 +52,13 @@ void RankProgress::hear_counts(int rank, Payload& words) {
       (!of_host.empty() && (host == hosts.end() || of_host.size() != host->size()))) {
     throw std::runtime_error("a number of calls that nobody has made");
   }
-  count(rank, static_cast<uint64_t>(own));
+  note(rank, static_cast<uint64_t>(own));
   for (size_t i = 0; i < of_host.size(); ++i) {
-    count((*host)[i], static_cast<uint64_t>(of_host[i]));
+    note((*host)[i], static_cast<uint64_t>(of_host[i]));
   }
 }
 
-void RankProgress::count(int rank, uint64_t count) {
+void RankProgress::note(int rank, uint64_t count) {
   auto& last = counts_[static_cast<size_t>(rank)];
   last = std::max(last, count);
 }

@@ -89,7 +89,7 @@ class RankProgress {
 
  private:
   void add(int rank, Calling call);
-  void count(int rank, uint64_t count);
+  void note(int rank, uint64_t count);
 
   const Roster& roster_;
   uint64_t agreed_ = 0;
