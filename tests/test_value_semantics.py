@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 import torch_c10d_ext
 import torch_c10d_ext.distributed as ours
@@ -220,6 +221,44 @@ def _leave_alone() -> list[str]:
 @pytest.mark.parametrize("backend", ["shm", "gloo", FALLBACK])
 def test_inputs_that_nobody_writes_stay_in_place(backend: str) -> None:
     for failures in run(2, _leave_alone, backend=backend):
+        assert failures == []
+
+
+def _copied(call: Callable[[], Any]) -> bool:
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        call()
+    return "aten::clone" in {event.name for event in seen.events()}
+
+
+def _copies(source: str) -> list[str]:
+    n, failures = dist.get_world_size(), []
+    rows = torch.empty(2 * n, 3)
+    waits: dict[str, Call] = {
+        "all_gather": lambda x: ours.all_gather_into_tensor(rows, x[:2]),
+        "reduce_scatter": lambda x: ours.reduce_scatter_tensor(rows[:2], x),
+        "all_to_all": lambda x: ours.all_to_all_single(rows, x),
+    }
+    goes_on: dict[str, Call] = {
+        "all_gather": lambda x: F.all_gather_single(x[:2], 0, None),
+        "reduce_scatter": lambda x: F.reduce_scatter_single(x, "sum", 0, None),
+        "all_to_all": lambda x: F.all_to_all_single(x, None, None, None),
+    }
+    x = SOURCES[source](_values(n))
+    for name, call in waits.items():
+        if _copied(lambda call=call: call(x)):
+            failures.append(f"{name} copies though its caller waits")
+        want = _tensors(goes_on[name](x))[0]
+        if _differ([rows[: len(want)]], [want]):
+            failures.append(f"{name} has other values")
+        if not _copied(lambda name=name: _tensors(goes_on[name](x))):
+            failures.append(f"{name} does not copy though its caller goes on")
+    return failures
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo", FALLBACK])
+@pytest.mark.parametrize("source", ["numpy's", "given to numpy", "in shared memory"])
+def test_who_waits_copies_no_input_that_is_shared_outside_torch(backend: str, source: str) -> None:
+    for failures in run(2, _copies, source, backend=backend):
         assert failures == []
 
 

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/memory.h"
+#include "base/sync_scope.h"
 #include "work/pending.h"
 
 namespace c10d_ext {
@@ -154,7 +155,7 @@ at::Tensor snapshot_of(const at::Tensor& source) {
     return source;
   }
   if (!can_share(source)) {
-    return clone_of(source);
+    return SyncScope::is_on() ? source : clone_of(source);
   }
   release_snapshots();
   auto clone = shared_with(source);

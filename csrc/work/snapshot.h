@@ -11,7 +11,8 @@
 // share the memory until the owner's first write, which copies only while the snapshot stands.
 //
 // Copied for real is what is shared outside torch (mapped files, numpy's arrays and what has been
-// given to numpy): writes there go past torch. So does a raw pointer that was taken before.
+// given to numpy): writes there go past torch. So does a raw pointer that was taken before. Under
+// SyncScope it is not copied: the caller waits, and writes nothing meanwhile.
 namespace c10d_ext {
 
 // `source` with values of its own. For who reads through the tensor while the collective is in

@@ -11,6 +11,7 @@ import importlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 import torch_c10d_ext
+import torch_c10d_ext.distributed as ours
 from tests import contract
 from tests.backends import test_checked as checked
 from tests.backends import test_rendezvous as rendezvous
@@ -29,6 +31,7 @@ from tests.backends import test_shm_faults as faults
 from tests.backends.dist_ops import all_gather_single, reduce_scatter_single
 from tests.contract import FUNCTIONAL, verify
 from tests.harness import pool, run
+from tests.harness.crew import crew
 from torch_c10d_ext import _C, _tally
 
 CPU = torch.device("cpu")
@@ -409,3 +412,40 @@ def test_the_report_counts_the_whole_and_what_goes_between(engine: str, tmp_path
     assert whole.waited is not None and whole.waited > 0
     # An all_reduce of gradients is some messages between hosts; losses travel with their calls.
     assert between.calls > 20 and 0 < between.bytes < 2 * whole.bytes  # sent and received
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+MIB = 1 << 20
+KEPT = "TORCH_C10D_EXT_RESULT_CACHE"
+
+
+def _what_was_put_aside_is_kept() -> None:
+    n, rank = dist.get_world_size(), dist.get_rank()
+    x = torch.arange(8.0 * MIB // 4 // n * n) % 512 + rank
+    out = torch.empty(len(x) // n)
+    want = (torch.arange(float(len(x))) % 512 * n + sum(range(n)))[rank * len(out) :][: len(out)]
+    _C.release_idle_results()
+    until = time.monotonic() + DEADLINE
+    while _C.idle_result_bytes() < MIB:  # kept for a while
+        assert time.monotonic() < until
+        ours.reduce_scatter_tensor(out, x)
+        assert torch.equal(out, want)
+    _C.release_idle_results()
+
+
+@pytest.mark.parametrize("hosts", ("aabb", "aab"))
+def test_what_a_collective_puts_aside_is_kept_for_the_next_one(hosts: str) -> None:
+    run(len(hosts), _what_was_put_aside_is_kept, backend=f"hosts:{hosts}")
+
+
+def _a_wrong_setting_is_told_at_once() -> None:
+    os.environ[KEPT] = "much"
+    os.environ["TORCH_C10D_EXT_SHM_HOST"] = "aabb"[dist.get_rank()]
+    with pytest.raises(ValueError, match=f"{KEPT}: must be a whole number .*, got 'much'"):
+        dist.new_group(backend="shm")
+
+
+def test_a_wrong_setting_of_what_is_kept_is_told_when_the_group_is_made() -> None:
+    with crew(4, "gloo") as ranks:
+        ranks.run(_a_wrong_setting_is_told_at_once)

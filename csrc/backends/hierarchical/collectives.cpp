@@ -14,6 +14,7 @@
 
 #include "backends/hierarchical/rail_messages.h"
 #include "backends/hierarchical/sizes.h"
+#include "base/kept_memory.h"
 #include "base/memory.h"
 #include "base/reduction.h"
 
@@ -75,7 +76,7 @@ void all_reduce_over_rails(const Parts& parts, const at::Tensor& t, const Reduct
   int64_t offset = 0;
   for (auto& pipe : pipes) {
     pipe.whole = t.narrow(0, offset, share * here);
-    pipe.share = at::empty({share}, t.options());
+    pipe.share = scratch({share}, t.options());
     offset += share * here;
     pipe.scattered =
         parts.local.start(CollectiveRequest::reduce_scatter(op, pipe.whole, pipe.share, reduction));
@@ -113,7 +114,7 @@ void all_reduce_by_messages(const Parts& parts, const at::Tensor& t, const Reduc
   }
   const int64_t here = parts.hosts.count_here(), share = t.numel() / here;
   const at::Tensor whole = t.narrow(0, 0, share * here);
-  const at::Tensor own = at::empty({share}, t.options());
+  const at::Tensor own = scratch({share}, t.options());
   parts.local.start(CollectiveRequest::reduce_scatter(op, whole, own, reduction)).wait();
   all_reduce_on_rail(parts, own, reduction.op);
   Step gathered = parts.local.start(CollectiveRequest::all_gather(op, own, whole));
@@ -280,7 +281,7 @@ void all_gather_over_rails(const Parts& parts, const at::Tensor& in, const at::T
       auto sent = send_to_all(parts, tag, [&](int /*host*/) { return own; });
       std::move(sent.begin(), sent.end(), std::back_inserter(pipe.between));
     } else {
-      pipe.column = at::empty({parts.hosts.count(), count}, in.options());
+      pipe.column = scratch({parts.hosts.count(), count}, in.options());
       pipe.between.push_back(parts.rail.start(CollectiveRequest::all_gather(op, own, pipe.column)));
     }
     for (int64_t host = 0; host < parts.hosts.count(); ++host) {
@@ -323,8 +324,8 @@ void all_gather(const Parts& parts, const InnerCollective& what) {
     all_gather_over_rails(parts, in, out);
     return;
   }
-  const at::Tensor all = at::empty({parts.size, in.numel()}, in.options());
-  const at::Tensor own = at::empty({parts.hosts.count_here(), in.numel()}, in.options());
+  const at::Tensor all = scratch({parts.size, in.numel()}, in.options());
+  const at::Tensor own = scratch({parts.hosts.count_here(), in.numel()}, in.options());
   if (parts.local.is_there()) {
     parts.local.start(CollectiveRequest::gather(op, in, own, 0)).wait();
   } else {
@@ -363,7 +364,7 @@ void reduce_scatter_over_rails(const Parts& parts, const at::Tensor& in, const a
     const auto tag = static_cast<int>(pipes.size());
     Pipe& pipe = pipes.emplace_back();
     pipe.out = out.narrow(0, offset, count);
-    pipe.column = at::empty({others + 1, count}, in.options());
+    pipe.column = scratch({others + 1, count}, in.options());
     if (by_messages) {
       pipe.reducing.emplace(parts, tag, pipe.out);
     }
@@ -416,12 +417,12 @@ void reduce_scatter(const Parts& parts, const InnerCollective& what) {
     reduce_scatter_over_rails(parts, in, out, reduction);
     return;
   }
-  const at::Tensor sorted = at::empty({parts.size, out.numel()}, in.options());
+  const at::Tensor sorted = scratch({parts.size, out.numel()}, in.options());
   gather_rows(sorted, rows_of(in, parts.size), parts.hosts.order_by_host());
   if (parts.local.is_there()) {
     parts.local.start(CollectiveRequest::reduce(op, sorted, sorted, reduction, 0)).wait();
   }
-  const at::Tensor own = at::empty({parts.hosts.count_here(), out.numel()}, in.options());
+  const at::Tensor own = scratch({parts.hosts.count_here(), out.numel()}, in.options());
   if (parts.hosts.is_leader()) {
     parts.rail
         .start(CollectiveRequest::reduce_scatter_uneven(op, sorted, own, reduction,
@@ -462,7 +463,7 @@ struct InOne {
       }
       at += sides.all[rank].numel();
     }
-    data = is_copy ? at::empty({count}, whole.options())
+    data = is_copy ? scratch({count}, whole.options())
                    : flat(whole).narrow(0, std::max<int64_t>(end, 0) - count, count);
   }
 

@@ -1,13 +1,12 @@
 #include "backends/hierarchical/rail_messages.h"
 
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <iterator>
 
 #include "backends/hierarchical/sizes.h"
 #include "base/dtype.h"
+#include "base/kept_memory.h"
 #include "control/meeting.h"
 #include "kernels/kernels.h"
 
@@ -60,7 +59,7 @@ void wait(std::vector<Step>& steps) {
 Reducing::Reducing(const Parts& parts, int tag, const at::Tensor& out)
     : host_(parts.hosts.host()),
       out_(out),
-      rows_(at::empty({parts.hosts.count(), out.numel()}, out.options())),
+      rows_(scratch({parts.hosts.count(), out.numel()}, out.options())),
       came_(receive_from_all(parts, tag, [this](int host) { return rows_.select(0, host); })) {}
 
 void Reducing::finish(const at::Tensor& own, ReduceOp op) {
