@@ -250,7 +250,7 @@ def _copies(source: str) -> list[str]:
         want = _tensors(goes_on[name](x))[0]
         if _differ([rows[: len(want)]], [want]):
             failures.append(f"{name} has other values")
-        if not _copied(lambda name=name: _tensors(goes_on[name](x))):
+        if not _copied(lambda name=name: F.wait_tensor(goes_on[name](x))):
             failures.append(f"{name} does not copy though its caller goes on")
     return failures
 
@@ -260,6 +260,39 @@ def _copies(source: str) -> list[str]:
 def test_who_waits_copies_no_input_that_is_shared_outside_torch(backend: str, source: str) -> None:
     for failures in run(2, _copies, source, backend=backend):
         assert failures == []
+
+
+def _in_place_of_numpy(size: int) -> None:
+    """Inputs and outputs have a storage each over memory of one array."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    array = np.zeros(size * n, np.float32)
+    part = array[size * rank :][:size]
+    whole = torch.from_numpy(array)
+
+    def fill() -> None:
+        array[:] = np.arange(len(array)) + 1000 * rank
+
+    def of(other: int) -> Tensor:
+        return torch.arange(float(len(array))) + 1000 * other
+
+    fill()
+    ours.all_to_all_single(whole, torch.from_numpy(array))
+    rows = [of(other)[size * rank :][:size] for other in range(n)]
+    assert torch.equal(whole, torch.cat(rows))
+    fill()
+    ours.all_gather_into_tensor(whole, torch.from_numpy(part))
+    assert torch.equal(whole, torch.cat([of(m)[size * m :][:size] for m in range(n)]))
+    fill()
+    ours.reduce_scatter_tensor(torch.from_numpy(part), whole)
+    assert np.array_equal(part, torch.stack(rows).sum(0).numpy())
+    whole.fill_(7.0)  # numpy's array is there yet
+    assert (array == 7.0).all()
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo", FALLBACK])
+@pytest.mark.parametrize("size", [1, 3000, 700_000])
+def test_inputs_and_outputs_may_be_one_array_of_numpy(backend: str, size: int) -> None:
+    run(3, _in_place_of_numpy, size, backend=backend)
 
 
 def _drop_at_once() -> None:

@@ -50,6 +50,7 @@ def connect(meeting: Meeting, session: str, settings: dict[str, Any]) -> tuple[A
         "host": own_host(),
         "engine": wanted,
         "problem": _engines.problem_of(wanted),
+        "memory": _problem_of_memory(),
     }
     said = _all_say(watched, "host", meeting, own)
     if error := _why_not(said, meeting):
@@ -111,6 +112,15 @@ def connect(meeting: Meeting, session: str, settings: dict[str, Any]) -> tuple[A
     return whole, engine
 
 
+def _problem_of_memory() -> str:
+    """What is wrong with the setting of how much is kept of it; empty: nothing."""
+    try:
+        _C.most_kept()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def _why_not(said: list[dict[str, str]], meeting: Meeting) -> Exception | None:
     """What keeps ranks that say this of themselves from being a group; the same on all of them."""
     where = meeting.where
@@ -119,6 +129,8 @@ def _why_not(said: list[dict[str, str]], meeting: Meeting) -> Exception | None:
     for other, each in enumerate(said):
         if each["problem"]:
             return ValueError(f"{_engines.NAME}: {each['problem']} on rank {other} {where}")
+        if each["memory"]:
+            return ValueError(f"{each['memory']} on rank {other} {where}")
         if each["engine"] != said[0]["engine"]:
             return dist.DistBackendError(
                 f"shm: {_engines.NAME} must be the same on all ranks, got {said[0]['engine']!r} on "

@@ -73,15 +73,6 @@ KeptMemory& allocator() {
   return *it;
 }
 
-bool is_large(c10::IntArrayRef sizes, size_t itemsize) {
-  size_t bytes = itemsize;
-  bool overflows = false;
-  for (const int64_t size : sizes) {
-    overflows |= size < 0 || __builtin_mul_overflow(bytes, static_cast<size_t>(size), &bytes);
-  }
-  return !overflows && bytes >= kSmallest;
-}
-
 bool shows_what_is_read() {
   const auto& context = at::globalContext();
   return c10::GetCPUAllocator() != c10::GetDefaultCPUAllocator() ||
@@ -109,8 +100,17 @@ size_t most_kept() {
   return bytes;
 }
 
+bool is_kept(c10::IntArrayRef sizes, c10::ScalarType dtype) {
+  size_t bytes = c10::elementSize(dtype);
+  bool overflows = false;
+  for (const int64_t size : sizes) {
+    overflows |= size < 0 || __builtin_mul_overflow(bytes, static_cast<size_t>(size), &bytes);
+  }
+  return most_kept() != 0 && !overflows && bytes >= kSmallest;
+}
+
 at::Tensor kept_empty(c10::IntArrayRef sizes, c10::ScalarType dtype) {
-  if (most_kept() == 0 || !is_large(sizes, c10::elementSize(dtype)) || shows_what_is_read()) {
+  if (!is_kept(sizes, dtype) || shows_what_is_read()) {
     return {};
   }
   return at::detail::empty_generic(sizes, &allocator(), c10::DispatchKeySet(c10::DispatchKey::CPU),

@@ -12,8 +12,12 @@ namespace c10d_ext {
 // makes no sense.
 size_t most_kept();
 
-// A contiguous tensor on the CPU in such memory; undefined where it is less than 1 MiB, which the
-// heap reuses by itself, or where torch is to show that uninitialized memory is read.
+// Whether a tensor is in such memory for its size: from 1 MiB on. The heap reuses its own for
+// smaller ones by itself.
+bool is_kept(c10::IntArrayRef sizes, c10::ScalarType dtype);
+
+// A contiguous tensor on the CPU in such memory; undefined where it is not, or where torch is to
+// show that uninitialized memory is read.
 at::Tensor kept_empty(c10::IntArrayRef sizes, c10::ScalarType dtype);
 
 // A contiguous tensor on the CPU for what a collective puts aside while it lasts, as at::empty

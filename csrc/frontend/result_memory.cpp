@@ -20,7 +20,9 @@ bool has_plain_memory(const at::Tensor& like) {
 
 at::Tensor empty_result(c10::SymIntArrayRef sizes, const at::Tensor& like) {
   const auto concrete = c10::asIntArrayRefSlowOpt(sizes);
-  if (concrete && has_plain_memory(like)) {
+  // The setting first: one that makes no sense is told whatever the result is.
+  if (most_kept() != 0 && concrete && is_kept(*concrete, like.scalar_type()) &&
+      has_plain_memory(like)) {
     if (at::Tensor kept = kept_empty(*concrete, like.scalar_type()); kept.defined()) {
       return kept;
     }

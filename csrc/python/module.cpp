@@ -16,6 +16,7 @@
 #include "base/call_site.h"
 #include "base/exceptions.h"
 #include "base/group.h"
+#include "base/kept_memory.h"
 #include "collectives/p2p.h"
 #include "control/rendezvous.h"
 #include "control/resolve_group.h"
@@ -266,6 +267,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("add_batch", &add_batch);
   m.def("sweep", &sweep, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("pending_count", &pending_count);
+  m.def("most_kept", &most_kept);
   m.def("idle_result_bytes", &idle_result_bytes);
   m.def("release_idle_results", &release_idle_results,
         pybind11::call_guard<pybind11::gil_scoped_release>());

@@ -2,6 +2,7 @@
 
 #include <c10/core/impl/COW.h>
 
+#include <algorithm>
 #include <atomic>
 #include <mutex>
 #include <thread>
@@ -41,6 +42,19 @@ bool is_written(const at::Tensor& t) {
 bool is_plain_cpu(const at::Tensor& t) {
   return t.is_cpu() && t.has_storage() && t.numel() != 0 &&
          !t.key_set().has_any(c10::python_ks | c10::functorch_transforms_ks);
+}
+
+// Whether one of those has memory of its storage, which another storage may have, too.
+bool is_among(const at::Tensor& source, at::TensorList tensors) {
+  const auto begin_of = [](const at::Tensor& t) {
+    return static_cast<const char*>(t.storage().data());
+  };
+  const char* begin = begin_of(source);
+  const char* end = begin + source.storage().nbytes();
+  return std::any_of(tensors.begin(), tensors.end(), [&](const at::Tensor& t) {
+    return t.is_cpu() && t.has_storage() && begin_of(t) < end &&
+           begin < begin_of(t) + t.storage().nbytes();
+  });
 }
 
 // Clones on their way back to the thread that made them. c10 frees the context of a copy-on-write
@@ -150,12 +164,12 @@ void settle_memory(at::TensorList tensors) {
   }
 }
 
-at::Tensor snapshot_of(const at::Tensor& source) {
+at::Tensor snapshot_of(const at::Tensor& source, at::TensorList written) {
   if (!is_plain_cpu(source) || is_written(source)) {
     return source;
   }
   if (!can_share(source)) {
-    return SyncScope::is_on() ? source : clone_of(source);
+    return SyncScope::is_on() && !is_among(source, written) ? source : clone_of(source);
   }
   release_snapshots();
   auto clone = shared_with(source);
@@ -168,7 +182,8 @@ at::Tensor snapshot_of(const at::Tensor& source) {
 }
 
 std::shared_ptr<void> keep_values(const at::Tensor& source) {
-  if (!is_plain_cpu(source) || is_written(source)) {
+  // An array that numpy has would stay where the storage was, were that moved.
+  if (!is_plain_cpu(source) || is_written(source) || !can_share(source)) {
     return nullptr;
   }
   release_snapshots();

@@ -12,13 +12,15 @@
 //
 // Copied for real is what is shared outside torch (mapped files, numpy's arrays and what has been
 // given to numpy): writes there go past torch. So does a raw pointer that was taken before. Under
-// SyncScope it is not copied: the caller waits, and writes nothing meanwhile.
+// SyncScope it is not copied, but where the collective writes a part of it: the caller waits, and
+// writes nothing meanwhile. After Ctrl-C the collective reads it until its end.
 namespace c10d_ext {
 
 // `source` with values of its own. For who reads through the tensor while the collective is in
 // flight. `source` itself where a collective in flight still writes it, which is to be read when
-// that has; and where it is no plain CPU tensor.
-at::Tensor snapshot_of(const at::Tensor& source);
+// that has; where it is no plain CPU tensor; and where its memory cannot be shared and the caller
+// waits. `written`: what the collective writes.
+at::Tensor snapshot_of(const at::Tensor& source, at::TensorList written);
 
 // Whether a snapshot can share `source`'s memory.
 bool can_share(const at::Tensor& source);
@@ -30,7 +32,7 @@ bool may_move(const at::Tensor& t);
 void settle_memory(at::TensorList tensors);
 
 // For who has read the address of dense memory at the start: what keeps the values there from now
-// on. Null where a collective in flight still writes it.
+// on. Null where a collective in flight still writes it, and where a snapshot cannot share it.
 std::shared_ptr<void> keep_values(const at::Tensor& source);
 
 // Releases this thread's snapshots of collectives that are over; other threads leave that to it.

@@ -88,7 +88,7 @@ HeldRequest held(const CollectiveRequest& request, int64_t rank) {
     if (!is_read || source.is_same(out) || source.storage().is_alias_of(out.storage())) {
       kept.sources.push_back(source);
     } else if (source.is_cpu()) {
-      kept.sources.push_back(snapshot_of(source));
+      kept.sources.push_back(snapshot_of(source, request.outs));
     } else {
       kept.sources.push_back(FunctionalCall::is_on() && !is_copied ? clone_of(source) : source);
     }

@@ -137,8 +137,8 @@ class Adapter {
 };
 
 // The request with tensors that live as long as it needs them, and whose sources stay as they are
-// now whatever their owner writes: of a collective that an op has called. `rank` is this
-// one's: of a scatter, only the root's source is read.
+// now whatever their owner writes, but for what snapshot_of() leaves to who waits: of a collective
+// that an op has called. `rank` is this one's: of a scatter, only the root's source is read.
 HeldRequest held(const CollectiveRequest& request, int64_t rank);
 
 }  // namespace c10d_ext

@@ -11,7 +11,6 @@
 
 #include "backends/hierarchical/collectives.h"
 #include "backends/hierarchical/sizes.h"
-#include "base/kept_memory.h"
 #include "control/global_ranks.h"
 #include "control/host.h"
 
@@ -30,7 +29,6 @@ HierarchicalBackend::HierarchicalBackend(int rank, int size, const std::string& 
                               .rail = hierarchical::Part(std::move(rail), group_name),
                               .flat = hierarchical::Part(std::move(flat), group_name)})),
       schedules_(TaskQueue::start("c10d_ext_hosts")) {
-  static_cast<void>(most_kept());  // a setting that makes no sense is told now
   init();
 }
 

@@ -152,7 +152,7 @@ void ShmBackend::post(const Group& group, const CollectiveRequest& request) {
       if (snapshots.empty()) {
         snapshots = sources.vec();
       }
-      snapshots[i] = snapshot_of(sources[i]);
+      snapshots[i] = snapshot_of(sources[i], outs);
     }
   }
   WorkInfo done;
@@ -185,8 +185,8 @@ ShmBackend::WorkPtr ShmBackend::run(const MethodCall& call, const CollectiveRequ
   if (call.async && C10_UNLIKELY(std::any_of(sources.begin(), sources.end(), may_move))) {
     settle_memory(request.outs);
     Tensors kept = sources.vec();
-    std::transform(kept.begin(), kept.end(), kept.begin(), [](const at::Tensor& source) {
-      return may_move(source) ? snapshot_of(source) : source;
+    std::transform(kept.begin(), kept.end(), kept.begin(), [&](const at::Tensor& source) {
+      return may_move(source) ? snapshot_of(source, request.outs) : source;
     });
     return start(Call::of(call), request, kept);
   }
