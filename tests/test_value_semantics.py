@@ -6,6 +6,7 @@ result is that of the values at the call, and every input holds what was written
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -293,6 +294,31 @@ def _in_place_of_numpy(size: int) -> None:
 @pytest.mark.parametrize("size", [1, 3000, 700_000])
 def test_inputs_and_outputs_may_be_one_array_of_numpy(backend: str, size: int) -> None:
     run(3, _in_place_of_numpy, size, backend=backend)
+
+
+def _stay_with_numpy() -> None:
+    n, rank, store = dist.get_world_size(), dist.get_rank(), quick_store()
+    x = torch.arange(1000.0 * n)
+    array = x.numpy()
+    out = torch.empty(1000)
+    if rank == 0:
+        caller = threading.Thread(target=ours.reduce_scatter_tensor, args=(out, x), daemon=True)
+        caller.start()
+        time.sleep(0.3)  # until it waits for the others
+        x.add_(0)
+        store.set("written", b"1")
+        caller.join(20)
+        assert not caller.is_alive()
+    else:
+        store.wait(["written"])
+        ours.reduce_scatter_tensor(out, x)
+    assert torch.equal(out, n * (torch.arange(1000.0) + 1000 * rank))
+    array[0] = -1
+    assert x[0] == -1
+
+
+def test_who_waits_leaves_an_input_where_numpy_has_it() -> None:
+    run(2, _stay_with_numpy, backend="shm")
 
 
 def _drop_at_once() -> None:
