@@ -44,8 +44,9 @@ bool is_plain_cpu(const at::Tensor& t) {
          !t.key_set().has_any(c10::python_ks | c10::functorch_transforms_ks);
 }
 
-// Whether one of those has memory of its storage, which another storage may have, too.
-bool is_among(const at::Tensor& source, at::TensorList tensors) {
+// Whether the storage of one of those has memory in common with that of `source`: two storages may
+// be over one array.
+bool overlaps_any(const at::Tensor& source, at::TensorList tensors) {
   const auto begin_of = [](const at::Tensor& t) {
     return static_cast<const char*>(t.storage().data());
   };
@@ -169,7 +170,7 @@ at::Tensor snapshot_of(const at::Tensor& source, at::TensorList written) {
     return source;
   }
   if (!can_share(source)) {
-    return SyncScope::is_on() && !is_among(source, written) ? source : clone_of(source);
+    return SyncScope::is_on() && !overlaps_any(source, written) ? source : clone_of(source);
   }
   release_snapshots();
   auto clone = shared_with(source);
