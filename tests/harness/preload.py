@@ -16,7 +16,7 @@ import torch._inductor.compile_fx
 import torch.distributed.tensor
 import torch.testing._internal.optests
 
-import torch_c10d_ext  # noqa: F401
+import torch_c10d_ext.distributed  # noqa: F401
 from tests import contract  # noqa: F401
 from tests.harness import delayed, python_group  # noqa: F401
 

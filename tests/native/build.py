@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import os
 import re
@@ -48,20 +49,35 @@ def _compiler() -> list[str]:
     return shlex.split(os.environ.get("CXX", "c++"))
 
 
-def _with_headers(source: Path) -> set[Path]:
-    """The file and this project's own headers that it includes, directly or not."""
-    files = {source}
-    for name in _INCLUDE.findall(source.read_text()):
-        found = [path for path in (HEADERS / name, source.parent / name) if path.exists()]
-        files |= _with_headers(found[0]) if found else set()
-    return files
-
-
 _OF_TORCH = re.compile(r"^#include <(?:ATen|c10|torch|pybind11|Python\.h)", re.MULTILINE)
 
 
+@functools.cache
+def _read(source: Path) -> tuple[list[Path], bool]:
+    """This project's own headers that a file includes itself, and whether it includes torch's.
+
+    Once per process: every rank of a test that imports this module reads all of csrc.
+    """
+    text = source.read_text()
+    headers = []
+    for name in _INCLUDE.findall(text):
+        found = [path for path in (HEADERS / name, source.parent / name) if path.exists()]
+        headers += found[:1]
+    return headers, bool(_OF_TORCH.search(text))
+
+
+def _with_headers(source: Path) -> set[Path]:
+    """The file and this project's own headers that it includes, directly or not."""
+    files, next_ones = {source}, [source]
+    while next_ones:
+        new = set(_read(next_ones.pop())[0]) - files
+        files |= new
+        next_ones += new
+    return files
+
+
 def _needs_torch(source: Path) -> bool:
-    return any(_OF_TORCH.search(path.read_text()) for path in _with_headers(source))
+    return any(_read(path)[1] for path in _with_headers(source))
 
 
 # By their names: everything that needs no torch.
