@@ -147,6 +147,12 @@ def test_an_object_is_taken_where_cuda_changes_nothing(
     assert compiler.main(builds.arguments()) == 1  # `false` compiles it
 
 
+def test_an_object_of_a_precompiled_header_is_taken(builds: _Builds) -> None:
+    builds.build.arguments += ["-include", "/headers/torch.h", "-fpch-deps", "-Wno-sign-compare"]
+    assert builds.why() == ""
+    assert builds.why("-Wno-unused") == "it is compiled in another way"
+
+
 def test_what_may_differ_is_compiled(builds: _Builds) -> None:
     header = builds.root / "csrc/base/b.h"
     header.write_text("#ifdef WITH_CUDA\n#endif\n")

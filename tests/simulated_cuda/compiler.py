@@ -2,10 +2,10 @@
 
 It is called like c++. An object of the build without CUDA is the right one here, too, if both
 compilers read the same text: the flags are equal but for macros that no file names, and each file
-that ninja noted for the object is found here under the same name, with the same contents. Every
-other source is compiled. No list is kept by hand: a source that starts to see CUDA, through
-whatever header, is compiled from then on. `<object>.origin` says why a source was compiled; it is
-empty where the object was taken.
+that ninja noted for the object, those of a precompiled header included, is found here under the
+same name, with the same contents. Every other source is compiled, without such a header. No list is
+kept by hand: a source that starts to see CUDA, through whatever header, is compiled from then on.
+`<object>.origin` says why a source was compiled; it is empty where the object was taken.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from pathlib import Path
 
 # The settings of the program: the build to take from, and the compiler.
 FROM, COMPILER = "SIMULATED_CUDA_OBJECTS", "SIMULATED_CUDA_COMPILER"
-VALUED = {"-o", "-MF"}
+VALUED = {"-o", "-MF", "-include"}
+# Besides `-include`: of a build with a precompiled header.
+PRECOMPILED = {"-fpch-deps", "-Wno-sign-compare"}
 
 
 @dataclass
@@ -92,9 +94,10 @@ def parsed(arguments: Sequence[str]) -> Call:
     for argument in rest:
         if argument in VALUED:
             value = next(rest)
-            call.out, call.depfile = (
-                (value, call.depfile) if argument == "-o" else (call.out, value)
-            )
+            if argument == "-o":
+                call.out = value
+            elif argument == "-MF":
+                call.depfile = value
         elif argument.startswith("-D"):
             name, _, value = argument[2:].partition("=")
             call.macros[name] = value
@@ -102,7 +105,7 @@ def parsed(arguments: Sequence[str]) -> Call:
             call.include.append(os.path.normpath(argument[2:]))
         elif argument.endswith(".cpp"):
             call.source = argument
-        elif argument not in ("-c", "-MMD"):
+        elif argument not in {"-c", "-MMD", *PRECOMPILED}:
             call.others.append(argument)
     return call
 

@@ -104,7 +104,10 @@ def build(
         done = subprocess.run(
             [python, "setup.py", "build", "--build-lib", package, "--build-temp", temp],
             cwd=source, stdout=out, stderr=subprocess.STDOUT, check=False,
-            env={**environment("none", package), **settings, "TORCH_C10D_EXT_CUDA": "1"},
+            env={
+                **environment("none", package), **settings,
+                "TORCH_C10D_EXT_CUDA": "1", "TORCH_C10D_EXT_PCH": "0",
+            },
         )  # fmt: skip
     if done.returncode:
         raise SystemExit(f"the build failed\n{log.read_text()[-6000:]}")
