@@ -12,8 +12,9 @@ Environment:
     TORCH_C10D_EXT_DEBUG: 1 builds with ``-O0 -g`` and without ``NDEBUG``.
     TORCH_C10D_EXT_LTO: 0 builds without link-time optimization, 1 makes it an error that the
         compiler has none. It takes some percent off small calls, and half a minute to link.
-    TORCH_C10D_EXT_PCH: 0 builds without a precompiled header, 1 with one also where ccache is
-        installed. With it compiling takes half as long; ccache's usual settings keep nothing then.
+    TORCH_C10D_EXT_PCH: 0 builds without a precompiled header (of 390 MB, under build/), 1 with one
+        also where ccache is installed, whose usual settings keep nothing then, or with warnings as
+        errors, some of which it hides. With it compiling takes half as long.
     TORCH_C10D_EXT_WERROR: 1 turns compiler warnings into errors.
 """
 
@@ -22,6 +23,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
+import math
 import os
 import re
 import shlex
@@ -211,49 +213,71 @@ def link_time_flags() -> list[str]:
     return []
 
 
+def newest_of(depfile):
+    """When the last of the files that a compiler noted was written."""
+    names = re.split(r"\\\n|(?<!\\)\s", depfile.read_text().partition(":")[2])
+    paths = [Path(name.replace("\\ ", " ")) for name in names if name]
+    return max(path.stat().st_mtime if path.exists() else math.inf for path in paths)
+
+
 def precompiled_headers(command, folder):
     """Has a compiler's command read `PRECOMPILED` once for all files: the flags for that.
 
-    None where the compiler cannot, or where ccache would keep nothing then.
+    None of them where the compiler cannot, where ccache would keep nothing then, and where warnings
+    are errors: some are lost.
     """
     wanted = flag("TORCH_C10D_EXT_PCH")
-    if wanted is False or (wanted is None and shutil.which("ccache")):
+    unwanted = shutil.which("ccache") or flag("TORCH_C10D_EXT_WERROR")
+    if wanted is False or (wanted is None and unwanted):
         return []
-    header = folder / "torch.h"
-    made = folder / "torch.h.gch"
+    header, made, noted = (folder / name for name in ("torch.h", "torch.h.gch", "torch.d"))
     # torch silences a warning by a pragma, which gcc forgets when it precompiles.
     use = ["-include", str(header), "-fpch-deps", "-Wno-sign-compare"]
-    try:
-        version = subprocess.run([*command, "--version"], capture_output=True, check=False).stdout
-    except OSError:
-        return []  # who compiles will say so
-    # What another compiler, torch or other flags made is made anew, and what was compiled with it.
-    made_of = hashlib.sha256(repr((command, version, torch.__version__)).encode()).hexdigest()
-    lines = [f"// {made_of}", *(f"#include <{name}>" for name in PRECOMPILED)]
-    text = "\n".join(lines) + "\n"
-    if made.exists() and header.read_text() == text:
+
+    def run(*more):
+        try:
+            return subprocess.run([*command, *more], capture_output=True, text=True, check=False)
+        except OSError as error:
+            raise SystemExit(f"the compiler must be there to be called: {error}") from error
+
+    # What another compiler or other flags made is made anew, and what was compiled with it.
+    made_of = repr((command, run("--version").stdout, torch.__version__))
+    lines = [f"// {hashlib.sha256(made_of.encode()).hexdigest()}"]
+    text = "\n".join([*lines, *(f"#include <{name}>" for name in PRECOMPILED), ""])
+    checked = folder / "checked"  # written last
+    if (
+        checked.exists()
+        and header.read_text() == text
+        and newest_of(noted) < checked.stat().st_mtime
+    ):
         return use
 
     print("precompiling headers of torch", flush=True)
     folder.mkdir(parents=True, exist_ok=True)
+    checked.unlink(missing_ok=True)
     made.unlink(missing_ok=True)
     header.write_text(text)
-    part = folder / "part"
-    steps = (
-        [*command, "-x", "c++-header", str(header), "-o", str(part)],
-        [*command, *use, "-Werror=invalid-pch", "-fsyntax-only", "-x", "c++", os.devnull],
-    )
-    for step in steps:
-        done = subprocess.run(step, capture_output=True, text=True, check=False)
-        if done.returncode:
-            made.unlink(missing_ok=True)
-            if wanted:
-                raise SystemExit(f"TORCH_C10D_EXT_PCH=1, but it cannot be:\n{done.stderr}")
-            print("the compiler cannot use a precompiled header: building without")
-            return []
-        if part.exists():
+    part = folder / f"part{os.getpid()}"
+    only = ["-fsyntax-only", "-x", "c++", os.devnull]
+    try:
+        done = run("-fpch-deps", *only)
+        if done.returncode == 0:
+            # Without a list of their own nobody is told of the headers (-fpch-deps).
+            into = ["-MMD", "-MF", str(noted), "-MT", header.name, "-o", str(part)]
+            done = run("-x", "c++-header", str(header), *into)
+        if done.returncode == 0:
             part.rename(made)
-    return use
+            done = run(*use, "-Werror=invalid-pch", *only)
+    finally:
+        part.unlink(missing_ok=True)
+    if done.returncode == 0:
+        checked.touch()
+        return use
+    made.unlink(missing_ok=True)
+    if wanted:
+        raise SystemExit(f"TORCH_C10D_EXT_PCH=1, but the compiler cannot do it:\n{done.stderr}")
+    print("the compiler cannot use a precompiled header: building without")
+    return []
 
 
 class Build(BuildExtension):
@@ -268,10 +292,11 @@ class Build(BuildExtension):
             *shlex.split(os.environ.get("CXX", "c++")),
             *self.compiler.compiler_so[1:],
             *(f"-D{name}={value}" for name, value in ext.define_macros),
-            *(f"-I{path}" for path in [*self.compiler.include_dirs, *ext.include_dirs]),
+            *(f"-I{path}" for path in [*ext.include_dirs, *self.compiler.include_dirs]),
             *flags,
         ]
-        flags += precompiled_headers(command, Path(self.build_temp).resolve() / "precompiled")
+        if self.use_ninja:
+            flags += precompiled_headers(command, Path(self.build_temp).resolve() / "precompiled")
         super().build_extension(ext)
 
     def run(self):

@@ -126,11 +126,15 @@ def _alone(out: Path) -> Iterator[None]:
 def _object_of_the_extension(source: Path) -> Path | None:
     """What the extension in the tree is linked from, unless it is older than the source.
 
-    Nor one made for link-time optimization, which has no code yet.
+    Nor one made for link-time optimization, which has no code yet, or with a precompiled header of
+    torch, which is not linked here.
     """
     name = source.relative_to(ROOT).with_suffix(".o")
     made = max(f.stat().st_mtime for f in _with_headers(source))
-    for path in (ROOT / "build").glob(f"temp.*/{name}"):
+    for place in (ROOT / "build").glob("temp.*"):
+        path = place / name
+        if not path.exists() or (place / "precompiled").exists():
+            continue
         if path.stat().st_mtime > made and b".gnu.lto_" not in path.read_bytes():
             return path
     return None

@@ -3,9 +3,10 @@
 It is called like c++. An object of the build without CUDA is the right one here, too, if both
 compilers read the same text: the flags are equal but for macros that no file names, and each file
 that ninja noted for the object, those of a precompiled header included, is found here under the
-same name, with the same contents. Every other source is compiled, without such a header. No list is
-kept by hand: a source that starts to see CUDA, through whatever header, is compiled from then on.
-`<object>.origin` says why a source was compiled; it is empty where the object was taken.
+same name, with the same contents. Every other source is compiled, without such a header, which adds
+nothing that a source does not include. No list is kept by hand: a source that starts to see CUDA,
+through whatever header, is compiled from then on. `<object>.origin` says why a source was compiled;
+it is empty where the object was taken.
 """
 
 from __future__ import annotations
