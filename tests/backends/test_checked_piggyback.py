@@ -48,14 +48,27 @@ def _travels(given: int | None) -> None:
         sent = torch.full((n * (n + 1) // 2,), rank)
         parts = functional.all_to_all_single(sent, [rank + 1] * n, [1 + q for q in range(n)], group)
         assert (parts + 0).tolist() == [q for q in range(n) for _ in range(rank + 1)]
-        # Even parts up to the same size as what is not cut.
-        each = fits // n
-        cut = torch.arange(n * each, dtype=torch.float32) + rank
-        own = torch.arange(rank * each, (rank + 1) * each)
-        got = functional.reduce_scatter_tensor(cut, "sum", 0, group) + 0
-        assert torch.equal(got, n * own + float(sum(range(n))))
-        got = functional.all_to_all_single(cut, None, None, group) + 0
-        assert torch.equal(got, torch.cat([own + float(q) for q in range(n)]))
+        # Even parts: none, so little that all ranks hear all of it, up to 4096 bytes, a bit more,
+        # and up to the same size as what is not cut.
+        uncut = 4096 // 4 // n**2
+        for each in (0, 1, uncut, min(uncut + 1, fits // n), fits // n):
+            cut = torch.arange(n * each, dtype=torch.float32) + rank
+            own = torch.arange(rank * each, (rank + 1) * each)
+            got = functional.reduce_scatter_tensor(cut, "sum", 0, group) + 0
+            assert torch.equal(got, n * own + float(sum(range(n))))
+            got = functional.all_to_all_single(cut, None, None, group) + 0
+            assert torch.equal(got, torch.cat([own + float(q) for q in range(n)]))
+        # Rank 0's parts are even, and the others' are not: it gives `each` to every rank.
+        for each in (0, 1, uncut // 4):
+            counts = [each] + [each if rank == 0 else each + 1] * (n - 1)
+            sent = torch.arange(sum(counts)) * n + rank
+            got = functional.all_to_all_single(sent, counts, counts, group) + 0
+            starts = [rank * each, *[rank * each + max(rank - 1, 0)] * (n - 1)]
+            wanted = [
+                torch.arange(start, start + count) * n + q
+                for q, (start, count) in enumerate(zip(starts, counts, strict=True))
+            ]
+            assert torch.equal(got, torch.cat(wanted)), (each, rank)
         assert _moved(group) == before, "gloo was asked"
         large = functional.all_reduce(torch.ones(fits + 1), "sum", group) + 0
         assert torch.equal(large, torch.full((fits + 1,), float(n)))

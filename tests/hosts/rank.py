@@ -51,6 +51,13 @@ def collectives() -> None:
     parts = torch.empty(n)
     dist.all_to_all_single(parts, torch.arange(n, dtype=torch.float32) + n * rank)
     assert parts.tolist() == [float(rank + n * r) for r in range(n)]
+    # Rank 0's parts are even, and the others' are not: it gives one element to every rank.
+    counts = [1] + [1 if rank == 0 else 2] * (n - 1)
+    mixed = torch.empty(sum(counts), dtype=torch.int64)
+    dist.all_to_all_single(mixed, torch.arange(sum(counts)) + 100 * rank, counts, counts)
+    begin = 2 * rank - 1 if rank else 0
+    wanted = [rank] + [100 * r + begin + i for r in range(1, n) for i in range(counts[r])]
+    assert mixed.tolist() == wanted
     dist.barrier()
     backend = torch_c10d_ext.backend_of()
     hosts = dist.group.WORLD._get_backend(torch.device("cpu")).inner.hosts

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <utility>
 
@@ -44,22 +45,32 @@ void receive_of_root(const InnerCollective& what, bool is_root,
   }
 }
 
-// Of an exchange each rank is told what is for it.
+// Of an exchange each rank is told what is for it; of so many bytes of all ranks together
+// everything, which takes less than to cut them for each.
+constexpr size_t kMostUncut = 4096;
+
 Contribution parts_of(const InnerCollective& what) {
   Sizes parts = what.sent;
+  const bool is_even =
+      std::adjacent_find(parts.begin(), parts.end(), std::not_equal_to<>()) == parts.end();
+  if (is_even && what.source.nbytes() * parts.size() <= kMostUncut) {
+    return Contribution(bytes_in(what.source));
+  }
   for (auto& part : parts) {
     part *= static_cast<int64_t>(what.source.itemsize());
   }
   return {bytes_in(what.source), parts};
 }
 
-void receive_parts(const InnerCollective& what, const std::vector<SharedBytes>& data) {
-  const size_t element = what.out.itemsize();
+void receive_parts(const InnerCollective& what, size_t rank, const std::vector<SharedBytes>& data) {
   auto* to = static_cast<char*>(what.out.mutable_data_ptr());
   for (size_t from = 0; from < data.size(); ++from) {
-    check_size(data[from].size() == static_cast<size_t>(what.received[from]) * element);
-    std::memcpy(to, data[from].data(), data[from].size());
-    to += data[from].size();
+    const size_t size = static_cast<size_t>(what.received[from]) * what.out.itemsize();
+    // Each rank's part is as long, or this one's is all that came.
+    const bool is_uncut = data[from].size() == size * data.size();
+    check_size(is_uncut || data[from].size() == size);
+    std::memcpy(to, data[from].data() + (is_uncut ? rank * size : 0), size);
+    to += size;
   }
 }
 
@@ -109,8 +120,8 @@ class PiggybackBackend final : public InnerBackend {
         return;
       case OpType::AllToAll:
         noted_here.data = parts_of(what);
-        noted_here.receive = [what = std::move(what)](const auto& data) {
-          receive_parts(what, data);
+        noted_here.receive = [what = std::move(what), rank = rank_](const auto& data) {
+          receive_parts(what, static_cast<size_t>(rank), data);
         };
         return;
       case OpType::Broadcast:
