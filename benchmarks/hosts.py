@@ -135,19 +135,26 @@ def measure(layout: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def model_of(layout: str, link: dict[str, Any], cases: list[dict[str, Any]]) -> Topology:
-    """The topology that the link and the smallest all_reduce say this is.
+    """The topology that the link and the smallest collectives say this is.
 
-    The rate is that of all hosts at once; what 8 B take beyond one way is the leaders', and a step
-    of a ring what gloo takes for them. What an all_reduce of 1 MiB takes beyond that is the time
-    of its steps. What hosts send and receive at most is what they did in those of 4 and 16 MiB, the
-    middle of both, where that is less than their links carry.
+    The rate is that of all hosts at once; what 8 B take beyond one way, in the middle of all
+    collectives, is the leaders', and a step of a ring what gloo takes for an all_reduce of them.
+    What an all_reduce of 1 MiB takes beyond that is the time of its steps. What hosts send and
+    receive at most is what they did in those of 4 and 16 MiB, the middle of both, where that is
+    less than their links carry.
     """
     hosts, ranks = LAYOUTS[layout]
     n = hosts * ranks
     sums = {_size(case): case for case in cases if case["collective"] == "all_reduce"}
-    medians = {n: statistics.median(each) for n, each in sums[min(sums)]["times"].items()}
-    per_rank = max(0.0, medians["shm+gloo"] - link["latency"]) / (n - 1)
-    hop = max(0.0, medians["gloo"] - link["latency"]) / (2 * (n - 1))
+    least = min(sums)
+    little = [
+        _ours(case)
+        for case in cases
+        if _size(case) == least and not case["collective"].startswith("send_recv")
+    ]
+    per_rank = max(0.0, statistics.geometric_mean(little) - link["latency"]) / (n - 1)
+    by_gloo = statistics.median(sums[least]["times"]["gloo"])
+    hop = max(0.0, by_gloo - link["latency"]) / (2 * (n - 1))
     model = Topology(
         ranks,
         inside=Link(latency=0.0, bandwidth=link["inside"] or math.inf),

@@ -89,7 +89,7 @@ def test_slower_than_gloo_is_what_is_so_in_every_round() -> None:
 
 
 def test_the_model_is_held_against_what_it_says_of_our_algorithms() -> None:
-    # It is told of the smallest all_reduce, and so knows that one.
+    # It is told of the smallest collectives, and so knows one that is alone.
     known = case("all_reduce", 8, gloo=2e-3, shm_gloo=400e-6)
     model = hosts.model_of("2x2", LINK, [known])
     for name, size, algorithm in (
@@ -103,6 +103,20 @@ def test_the_model_is_held_against_what_it_says_of_our_algorithms() -> None:
             off = abs(times - 1)
             measured = f"median {off / 2:.0%} off, worst {off:.0%}"
             assert row == ["within 15%", measured, outcome], algorithm
+
+
+def test_the_model_of_little_is_the_middle_of_all_collectives() -> None:
+    # The middle of 400 and 441 us is 420, from which both are 5 % away.
+    little = (
+        case("all_reduce", 8, gloo=2e-3, shm_gloo=400e-6),
+        case("all_gather", 8, shm_gloo=441e-6),
+    )
+    message = case("send_recv", 8, shm_gloo=5e-3)
+    assert judged(*little, message)["the model's times"] == [
+        "within 15%",
+        "median 5% off, worst 5%",
+        "met",
+    ]
 
 
 @pytest.mark.parametrize("layout", ["2x2", "4x2"])
