@@ -262,12 +262,13 @@ def precompiled_headers(command, folder):
     try:
         done = run("-fpch-deps", *only)
         if done.returncode == 0:
-            # Without a list of their own nobody is told of the headers (-fpch-deps).
+            # Without a list of its own gcc tells nobody of the headers (-fpch-deps).
             into = ["-MMD", "-MF", str(noted), "-MT", header.name, "-o", str(part)]
             done = run("-x", "c++-header", str(header), *into)
         if done.returncode == 0:
             part.rename(made)
-            done = run(*use, "-Werror=invalid-pch", *only)
+            # As ninja has it called: gcc crashes where it is to tell of headers and has no list.
+            done = run(*use, "-Werror=invalid-pch", "-MMD", "-MF", str(folder / "none.d"), *only)
     finally:
         part.unlink(missing_ok=True)
     if done.returncode == 0:
