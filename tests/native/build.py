@@ -68,11 +68,11 @@ def _read(source: Path) -> tuple[list[Path], bool]:
 
 def _with_headers(source: Path) -> set[Path]:
     """The file and this project's own headers that it includes, directly or not."""
-    files, next_ones = {source}, [source]
-    while next_ones:
-        new = set(_read(next_ones.pop())[0]) - files
+    files, unread = {source}, [source]
+    while unread:
+        new = set(_read(unread.pop())[0]) - files
         files |= new
-        next_ones += new
+        unread += new
     return files
 
 
