@@ -1,6 +1,6 @@
 // Whom others connect to listens at a port that it puts into the store, with its addresses and a
 // random token; the others try the addresses one after the other, and say the token. They connect
-// to rank 0 twice, which answers once all are there; to leaders once, who answer at once.
+// to rank 0 twice, which answers once all are there; to others once, who answer at once.
 
 #include "control/meeting.h"
 
@@ -16,6 +16,7 @@
 #include <limits>
 #include <map>
 #include <optional>
+#include <set>
 #include <sstream>
 #include <stdexcept>
 #include <utility>
@@ -311,11 +312,10 @@ Connections join_lines(const KeyValueStore& store, const Place& place, const Mem
   return star;
 }
 
-// A line to a leader.
-Connection reach_leader(const KeyValueStore& store, int leader, int rank,
-                        const Deadline& deadline) {
+// A line to another rank than rank 0.
+Connection reach_other(const KeyValueStore& store, int other, int rank, const Deadline& deadline) {
   Connection line;
-  visit(store, leader, deadline,
+  visit(store, other, deadline,
         [&](const Address& address, const std::string& token) -> std::string {
           FdOwner socket;
           if (auto why = reach(address, deadline, socket); !why.empty()) {
@@ -328,9 +328,9 @@ Connection reach_leader(const KeyValueStore& store, int leader, int rank,
   return line;
 }
 
-// Where ranks connect to this one, a leader, those to it. Rank 0 has all it needs.
-void admit_to_leader(Entrance& entrance, const std::vector<int>& ranks, const Deadline& deadline,
-                     std::vector<Connection>& lines) {
+// The lines of those that connect to this one.
+void admit_others(Entrance& entrance, const std::vector<int>& ranks, const Deadline& deadline,
+                  std::vector<Connection>& lines) {
   entrance.admit(
       deadline,
       [&] {
@@ -347,43 +347,58 @@ void admit_to_leader(Entrance& entrance, const std::vector<int>& ranks, const De
       });
 }
 
-// Lines of leaders, to each other and to the ranks of their hosts, but for rank 0, which has them;
-// those of its host have one to the next leader, who is there once rank 0 is not.
-void meet_leaders(const KeyValueStore& store, const Place& place, const Deadline& deadline,
-                  Connections& met) {
-  const auto hosts = ranks_by_leader(met.members);
-  const auto own = std::find_if(hosts.begin(), hosts.end(), [&](const auto& ranks) {
-    return std::find(ranks.begin(), ranks.end(), place.rank) != ranks.end();
-  });
-  if (own == hosts.end() || place.rank == 0) {
-    return;
-  }
-  const bool is_leader = own->front() == place.rank;
-  const auto next = hosts.begin() + 1;
-  std::optional<Entrance> entrance;
-  std::vector<int> to, from;
-  if (!is_leader) {
-    to.push_back(own == hosts.begin() ? next->front() : own->front());
-  } else {
-    entrance.emplace(store, place.rank);
-    from.assign(own->begin() + 1, own->end());
-    if (own == next) {
-      from.insert(from.end(), hosts.front().begin() + 1, hosts.front().end());
+// With whom a rank has lines, beside rank 0: the same for both.
+std::vector<int> partners_of(int rank, const std::vector<Member>& members) {
+  std::set<int> partners;
+  for (size_t other = 0; other < members.size(); ++other) {
+    if (are_direct(members, rank, static_cast<int>(other))) {
+      partners.insert(static_cast<int>(other));
     }
-    for (const auto& ranks : hosts) {
-      const int leader = ranks.front();
-      if (leader != 0 && leader != place.rank) {
-        (leader < place.rank ? to : from).push_back(leader);
+  }
+  const auto add = [&](const std::vector<int>& ranks) {
+    partners.insert(ranks.begin(), ranks.end());
+  };
+  const auto hosts = ranks_by_leader(members);
+  const auto own = std::find_if(hosts.begin(), hosts.end(), [&](const auto& ranks) {
+    return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
+  });
+  if (own != hosts.end()) {
+    // Rank 0's host has the next leader, too, who is there once rank 0 is not.
+    const auto next = hosts.begin() + 1;
+    if (own->front() != rank) {
+      partners.insert(own == hosts.begin() ? next->front() : own->front());
+    } else {
+      add(*own);
+      for (const auto& ranks : hosts) {
+        partners.insert(ranks.front());
+      }
+      if (own == next) {
+        add(hosts.front());
       }
     }
   }
-  for (const int leader : to) {
-    met.lines[static_cast<size_t>(leader)] = reach_leader(store, leader, place.rank, deadline);
+  partners.erase(0);
+  partners.erase(rank);
+  return {partners.begin(), partners.end()};
+}
+
+// Each connects to those before it; rank 0 has all lines that it needs.
+void meet_others(const KeyValueStore& store, const Place& place, const Deadline& deadline,
+                 Connections& met) {
+  const auto partners = place.rank == 0 ? std::vector<int>() : partners_of(place.rank, met.members);
+  const auto before = std::lower_bound(partners.begin(), partners.end(), place.rank);
+  std::optional<Entrance> entrance;
+  if (before != partners.end()) {
+    entrance.emplace(store, place.rank);
   }
-  if (is_leader) {
-    admit_to_leader(*entrance, from, deadline, met.lines);
+  for (auto other = partners.begin(); other != before; ++other) {
+    met.lines[static_cast<size_t>(*other)] = reach_other(store, *other, place.rank, deadline);
   }
-  for (size_t rank = 1; rank < met.lines.size(); ++rank) {
+  if (entrance) {
+    admit_others(*entrance, {before, partners.end()}, deadline, met.lines);
+  }
+  for (const int other : partners) {
+    const auto rank = static_cast<size_t>(other);
     tune_line(met.lines[rank], met.members[static_cast<size_t>(place.rank)], met.members[rank]);
   }
 }
@@ -409,6 +424,11 @@ std::vector<std::vector<int>> ranks_by_leader(const std::vector<Member>& members
   return hosts;
 }
 
+bool are_direct(const std::vector<Member>& members, int one, int other) {
+  const auto network = [&](int rank) { return members[static_cast<size_t>(rank)].network; };
+  return members.size() <= kMostDirect && one != 0 && other != 0 && network(one) != network(other);
+}
+
 Connections meet(const KeyValueStore& store, const Place& place, milliseconds timeout,
                  const std::string& machine) {
   const Deadline deadline(timeout, store.interrupt);
@@ -416,7 +436,7 @@ Connections meet(const KeyValueStore& store, const Place& place, milliseconds ti
   const Member self = this_member(machine);
   Connections met = place.rank == 0 ? gather_lines(store, place, self, deadline)
                                     : join_lines(store, place, self, deadline);
-  meet_leaders(store, place, deadline, met);
+  meet_others(store, place, deadline, met);
   return met;
 }
 

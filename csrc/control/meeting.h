@@ -2,7 +2,8 @@
 
 // How the ranks of a group meet over sockets: rank 0 with each of the others, and where they are on
 // a few hosts, the first rank of each host, its leader, with the other leaders and with the ranks
-// of its host; and those of rank 0's host with the next host's leader. No torch in here.
+// of its host; and those of rank 0's host with the next host's leader. Where they are few, each
+// with all on other hosts. No torch in here.
 
 #include <chrono>
 #include <cstddef>
@@ -31,6 +32,12 @@ constexpr size_t kMostLeaders = 16;
 // other, as there is one network or too many, none.
 std::vector<std::vector<int>> ranks_by_leader(const std::vector<Member>& members);
 
+// In a larger group a rank would have too many lines.
+constexpr size_t kMostDirect = 64;
+// Whether two ranks have a line for what nobody else need hear: there is a link between them, and
+// neither is rank 0, which hears everything.
+bool are_direct(const std::vector<Member>& members, int one, int other);
+
 // What ranks say as they meet; all that comes after a welcome is of protocol.h.
 enum Meets : uint32_t { kHello = 1, kWelcome, kDeathSocket };
 // Where rank 0, or a leader, puts its token, port and addresses into the store.
@@ -38,7 +45,8 @@ std::string key_of(int rank);
 
 struct Connections {
   // By rank; rank 0 has one to every other rank, the others have one to rank 0, leaders and the
-  // ranks of their hosts also those among them. Rank 0's host has its own to the next leader.
+  // ranks of their hosts also those among them. Rank 0's host has its own to the next leader. And
+  // those that are direct.
   std::vector<Connection> lines;
   // To rank 0 or from it, by rank, for DeathSockets.
   std::vector<FdOwner> death_sockets;

@@ -116,8 +116,14 @@ milliseconds link_timeout() {
 }
 
 void tune_for_link(int fd) {
-  const auto value = static_cast<int>(link_timeout().count());
-  (void)setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &value, sizeof(value));
+  constexpr int kSeconds = 30;
+  const auto set_option = [fd](int level, int option, int value) {
+    (void)setsockopt(fd, level, option, &value, sizeof(value));
+  };
+  set_option(IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(link_timeout().count()));
+  set_option(SOL_SOCKET, SO_KEEPALIVE, 1);
+  set_option(IPPROTO_TCP, TCP_KEEPIDLE, kSeconds);
+  set_option(IPPROTO_TCP, TCP_KEEPINTVL, kSeconds);
 }
 
 Listening listen_anywhere() {

@@ -42,7 +42,8 @@ std::string reach(const Address& address, const Deadline& deadline, FdOwner& rea
 // For how long what is said to another machine may stay without an acknowledgement of its kernel.
 // Throws std::runtime_error where the setting makes no sense.
 std::chrono::milliseconds link_timeout();
-// Has the kernel end the connection after that time.
+// Has the kernel end the connection after that time, and see to it that what is between the two
+// machines does not forget one over which little is said.
 void tune_for_link(int fd);
 
 }  // namespace c10d_ext

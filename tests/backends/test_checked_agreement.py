@@ -47,7 +47,7 @@ def test_what_a_rank_makes_of_what_it_hears() -> None:
     assert output.endswith("tests passed\n")
 
 
-def test_messages_that_leaders_bring() -> None:
+def test_messages_that_ranks_say_to_each_other() -> None:
     output = build.run(build.build("deliveries_test", build.SOURCES))
     print(output)
     assert output.endswith("tests passed\n")

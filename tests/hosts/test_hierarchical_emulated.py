@@ -132,7 +132,7 @@ def test_parts_for_each_rank_travel_with_the_calls(places: tuple[int, ...], tmp_
 
 @pytest.mark.parametrize("places", [(0, 0, 1, 1, 1), (0, 1, 2), (0, 1, 2, 0, 1, 2)], ids=str)
 def test_messages(places: tuple[int, ...], tmp_path: Path) -> None:
-    """Little ones go with what is said of them, by rank 0 or by leaders."""
+    """Little ones go with what is said of them, by rank 0 or over a line of the two."""
     with _ranks(places, "messages", tmp_path) as ranks:
         said = [ranks.result(rank) for rank in range(len(places))]
     hosts = max(places) + 1

@@ -166,11 +166,12 @@ void heartbeats_go_where_nobody_else_would_notice() {
   };
   CHECK((beats(0, {1, 2, 3, 4, 5}) == std::vector<int>{2, 3, 4, 5}));
   // A leader, which is rank 0's host's, too: rank 0 hears of that link itself.
-  CHECK((beats(2, {0, 1, 3, 4}) == std::vector<int>{0, 4}));
-  CHECK((beats(4, {0, 2, 5}) == std::vector<int>{0, 2}));
-  CHECK((beats(3, {0, 2}) == std::vector<int>{0}));
+  CHECK((beats(2, {0, 1, 3, 4, 5}) == std::vector<int>{0, 4}));
+  CHECK((beats(4, {0, 1, 2, 3, 5}) == std::vector<int>{0, 2}));
+  // Between two hosts leaders are enough.
+  CHECK((beats(3, {0, 1, 2, 4, 5}) == std::vector<int>{0}));
   // None at all.
-  CHECK(Rank(1, kHosts, {0, 2}).next_beat() == Clock::time_point::max());
+  CHECK(Rank(1, kHosts, {0, 2, 3, 4, 5}).next_beat() == Clock::time_point::max());
 }
 
 Payload go(uint64_t seq) {
@@ -290,12 +291,12 @@ void the_word_to_go_is_rank_0s_and_the_own_leaders() {
 
 void what_a_rank_has_sent_is_heard_though_it_leaves() {
   const std::string data(kLittleMessage, 'd');
-  // By rank 0, or by its leader.
-  for (const auto& [peer, by] : {std::pair(1, 0), std::pair(5, 2)}) {
-    Rank rank(3, kHosts, {0, 2});
+  // By rank 0, or over a line of the two.
+  for (const int by : {0, 5}) {
+    Rank rank(3, kHosts, {0, 2, 5});
     rank.say(0, kWanted,
-             encoded_wanted({.rank = peer, .number = 1, .peer = 3, .bytes = data.size()}));
-    CHECK(rank.send(peer, data));
+             encoded_wanted({.rank = by, .number = 1, .peer = 3, .bytes = data.size()}));
+    CHECK(rank.send(by, data));
     std::thread leaving([&] { rank.leave(); });
     Kinds heard;
     CHECK(eventually([&, by = by] {
@@ -305,101 +306,67 @@ void what_a_rank_has_sent_is_heard_though_it_leaves() {
         if (said->kind == kPosting) {
           CHECK(take_posted(said->words).data == data);
         } else if (said->kind == kDelivering) {
-          CHECK(take_delivery(said->words, static_cast<int>(kHosts.size())).data == data);
+          CHECK(take_delivery(said->words, 3, by).data == data);
         }
       }
       return !stays;
     }));
     CHECK((heard == Kinds{by == 0 ? kPosting : kDelivering, kLeaving}));
-    rank.line(0).close();
-    rank.line(2).close();
-    leaving.join();
-  }
-}
-
-Payload message(int from, int to, uint64_t number = 1) {
-  return encoded_delivery(
-      {.rank = from, .number = number, .sends = true, .peer = to, .bytes = 4, .data = "data"});
-}
-
-void leaders_pass_messages_on() {
-  const std::vector<std::string> hosts{"a", "a", "b", "b", "c", "c", "d"};
-  const Kinds passed{kDelivering}, nothing;
-  Rank leader(2, hosts, {0, 1, 3, 4, 6});
-  // Of its host's ranks to others' leaders, and of those to its host's.
-  leader.say(3, kDelivering, message(3, 5));
-  CHECK(leader.heard_by(4) == passed && leader.heard_by(6) == nothing);
-  leader.say(3, kDelivering, message(3, 6));
-  CHECK(leader.heard_by(6) == passed && leader.heard_by(4) == nothing);
-  leader.say(4, kDelivering, message(5, 3));
-  CHECK(leader.heard_by(3) == passed);
-  leader.say(6, kTaken, Payload().put(6).put(3).put(1));
-  CHECK(leader.heard_by(3) == Kinds{kTaken});
-  leader.say(6, kDelivering, message(6, 2));  // its own
-  CHECK(leader.heard_by(3) == nothing && leader.heard_by(6) == nothing);
-  // What is not its business.
-  for (const auto& [by, from, to] : std::vector<std::tuple<int, int, int>>{{3, 2, 5},
-                                                                           {3, 3, 2},
-                                                                           {3, 3, 1},
-                                                                           {3, 5, 3},
-                                                                           {4, 6, 3},
-                                                                           {4, 5, 6},
-                                                                           {4, 3, 5},
-                                                                           {6, 1, 3}}) {
-    Rank wrong(2, hosts, {0, 1, 3, 4, 6});
-    wrong.say(by, kDelivering, message(from, to));
-    for (const int peer : {3, 4, 6}) {
-      CHECK(wrong.heard_by(peer) == (peer == by ? std::nullopt : std::optional(nothing)));
-    }
-  }
-  // A rank hears it of its own leader, and passes on nothing.
-  for (const int to : {3, 5}) {
-    Rank rank(5, hosts, {0, 4});
-    rank.say(4, kDelivering, message(2, to));
-    CHECK(rank.heard_by(4) == (to == 5 ? std::optional(nothing) : std::nullopt));
-  }
-}
-
-// A leader that leaves goes on for its host, until that has left or for a while; and passes on what
-// others are about to say.
-void a_leader_that_leaves_passes_on_the_rest() {
-  for (const bool host_leaves : {true, false}) {
-    Rank leader(2, kHosts, {0, 1, 3, 4});
-    const auto began = Clock::now();
-    std::thread leaving([&] { leader.leave(); });
-    const auto hears = [&](int peer, uint32_t what) {
-      CHECK(eventually([&] {
-        CHECK(leader.line(peer).listen(4096));
-        const auto said = leader.line(peer).next();
-        return said && said->kind == what;
-      }));
-    };
-    hears(3, kLeaving);
-    hears(4, kLeaving);
-    leader.line(4).say(kDelivering, message(5, 3));
-    hears(3, kDelivering);
-    leader.line(3).say(kDelivering, message(3, 5));
-    hears(4, kDelivering);
-    if (host_leaves) {
-      leader.line(3).say(kLeaving, number(0));
-    }
-    for (const int peer : {0, 1, 3, 4}) {
-      CHECK(eventually([&] { return !leader.line(peer).listen(4096); }));
-      leader.line(peer).close();
+    for (const int peer : {0, 2, 5}) {
+      rank.line(peer).close();
     }
     leaving.join();
-    CHECK((Clock::now() - began < kVerdict) == host_leaves);
   }
 }
 
-void rank_0_tells_who_a_leader_was() {
-  for (const int who : {2, 3}) {
+// Rank 0 has them fail for all, but for those who have left, and hears itself of links to its host.
+void rank_0_hears_of_lines_that_are_lost() {
+  for (const int self : {1, 3}) {
+    for (const bool has_left : {false, true}) {
+      Rank rank(self, kHosts, {0, 2, 5});
+      if (has_left) {
+        rank.say(5, kLeaving, number(0));
+      }
+      rank.close(5);
+      CHECK(rank.heard_by(0, kSevered) == (has_left ? Numbers{} : Numbers{5}));
+    }
+  }
+}
+
+// Of two hosts, whoever is first to say so.
+void the_same_rank_is_named_for_a_link() {
+  for (const auto& [who, of] :
+       std::vector<std::pair<int, int>>{{2, 4}, {3, 5}, {5, 2}, {4, 3}, {1, 5}}) {
     Rank root(0, kHosts, {1, 2, 3, 4, 5});
-    root.say(who, kLeaving, number(0));
-    for (const int peer : {1, 4, 5}) {
-      CHECK(root.heard_by(peer, kAbsent) == (who == 2 ? Numbers{2} : Numbers{}));
-    }
+    Call call;
+    root.call(call);
+    root.say(who, kSevered, number(of));
+    CHECK(eventually([&] {
+      root.work();
+      return call.has_failed();
+    }));
+    CHECK(call.failure().kind == ErrorKind::RankLost);
+    CHECK(call.failure().ranks == std::vector<int>{4});
   }
+}
+
+void messages_are_heard_of_who_sends_them() {
+  const auto delivery = [](int to) {
+    return encoded_delivery({.number = 1, .sends = true, .peer = to, .bytes = 4, .data = "data"});
+  };
+  // Of ranks on other hosts; rank 0 has other words.
+  for (const auto& [from, to, is_right] : std::vector<std::tuple<int, int, bool>>{
+           {5, 3, true}, {1, 3, true}, {5, 2, false}, {2, 3, false}, {0, 3, false}}) {
+    Rank rank(3, kHosts, {0, 1, 2, 4, 5});
+    rank.say(from, kDelivering, delivery(to));
+    CHECK(rank.heard_by(from).has_value() == is_right);
+  }
+  // Rank 0 itself has no such lines, and a leader passes nothing on.
+  Rank root(0, kHosts, {1, 2, 3, 4, 5}), leader(2, kHosts, {0, 1, 3, 4, 5});
+  root.say(5, kDelivering, delivery(0));
+  CHECK(!root.heard_by(5));
+  leader.say(3, kDelivering, delivery(5));
+  CHECK(!leader.heard_by(3) && leader.heard_by(5) == Kinds());
 }
 
 // Two long collectives that all ranks of `rank`'s group have called: the first has begun.
@@ -504,9 +471,9 @@ const std::vector<Test> kTests = {
     TEST(what_has_no_data_is_told_to_the_leader_and_rank_0),
     TEST(the_word_to_go_is_rank_0s_and_the_own_leaders),
     TEST(what_a_rank_has_sent_is_heard_though_it_leaves),
-    TEST(leaders_pass_messages_on),
-    TEST(a_leader_that_leaves_passes_on_the_rest),
-    TEST(rank_0_tells_who_a_leader_was),
+    TEST(rank_0_hears_of_lines_that_are_lost),
+    TEST(the_same_rank_is_named_for_a_link),
+    TEST(messages_are_heard_of_who_sends_them),
     TEST(what_a_lost_rank_had_not_done_fails_at_once),
     TEST(what_was_not_begun_is_not_done),
     TEST(rank_0_tells_leaders_and_its_host_what_it_has_done),

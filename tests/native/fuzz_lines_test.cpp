@@ -148,9 +148,8 @@ OtherEnd other_end(uint64_t number, Random& random) {
 }
 
 // What leaders pass on.
-Payload delivery(int from, int to, uint64_t number, Random& random) {
-  Posted send{.rank = from,
-              .number = number,
+Payload delivery(int to, uint64_t number, Random& random) {
+  Posted send{.number = number,
               .sends = true,
               .peer = to,
               .tag = random.below(3),
@@ -226,7 +225,7 @@ std::vector<Member> members() {
 
 constexpr int kSelf = 3;
 
-// What rank 0 says to rank `kSelf`, or its leader.
+// What rank 0 says to rank `kSelf`, or another rank.
 Payload word(uint32_t kind, uint64_t number, Random& random) {
   switch (kind) {
     case kGo: {
@@ -240,9 +239,9 @@ Payload word(uint32_t kind, uint64_t number, Random& random) {
       return words;
     }
     case kDelivering:
-      return delivery(static_cast<int>(random.below(kRanks)), kSelf, number, random);
+      return delivery(kSelf, number, random);
     case kTaken:
-      return Payload().put(random.below(kRanks)).put(kSelf).put(static_cast<int64_t>(number));
+      return Payload().put(static_cast<int64_t>(number));
     case kWithdraw: {
       Payload words;
       return put(words, other_end(number, random)).put(random.below(3));
@@ -357,13 +356,9 @@ void a_leader_takes_anything() {
   while (is_time_left(began, taken > 0 && refused > 0 && begun > 0 && passed_on > 0)) {
     const Roster roster({2, kRanks, "test"}, members());
     Relay relay(roster, [&](int rank, Says kind, const Payload&) {
-      // Rank 0 hears of messages from the ranks themselves.
-      const bool is_for_own = rank == 2 || rank == 3;
-      CHECK(kind == kGo         ? is_for_own
-            : kind == kRelaying ? rank == 0 || rank == 4
-                                : (is_for_own || rank == 4) && kind == kDelivering);
+      CHECK(kind == kGo ? rank == 2 || rank == 3 : kind == kRelaying && (rank == 0 || rank == 4));
       begun += kind == kGo;
-      passed_on += kind == kDelivering;
+      passed_on += kind == kRelaying;
     });
     std::array<uint64_t, 2> own{1, 1};  // the next call of each rank of this host
     for (int i = 0; i < 200; ++i) {
@@ -373,10 +368,7 @@ void a_leader_takes_anything() {
         return is_changed ? changed(words, random) : words;
       };
       try {
-        if (random.one_in(3)) {
-          const auto any = [&] { return static_cast<int>(random.below(kRanks)); };
-          relay.hear_of_message(any(), kDelivering, words_of(delivery(any(), any(), seq, random)));
-        } else if (random.one_in(2)) {
+        if (random.one_in(2)) {
           const auto which = static_cast<size_t>(random.below(2));
           relay.hear_call(2 + static_cast<int>(which),
                           words_of(sentence(kCalling, own[which], 1, random)));
@@ -414,7 +406,8 @@ void a_rank_takes_anything() {
     const Roster roster({kSelf, kRanks, "test"}, members());
     OpenCalls calls(roster, std::chrono::seconds(1));
     Participant rank(
-        roster, calls, [](Says, const Payload&) {}, [](Says, const Payload&) {}, [] {}, {});
+        roster, calls, [](Says, const Payload&) {}, [](const Payload&) {},
+        [](int, Says, const Payload&) {}, [] {}, {});
     uint64_t called = 0, posted = 0;
     const auto call = [&](std::optional<int64_t> tag) {
       OpenCall call{"op", tag, std::chrono::seconds(1), [&](uint64_t) { ++begun; },
@@ -453,7 +446,11 @@ void a_rank_takes_anything() {
         words = changed(words, random);
       }
       try {
-        rank.obey(kind, words);
+        if (kind == kDelivering || kind == kTaken) {
+          rank.hear_of_message(static_cast<int>(random.below(kRanks)), kind, words);
+        } else {
+          rank.obey(kind, words);
+        }
         ++taken;
       } catch (const std::runtime_error&) {
         ++refused;
@@ -481,7 +478,7 @@ void words_are_taken_apart_or_refused() {
     for (const auto& said :
          {changed(sentence(kCalling, 1, 1, random), random),
           changed(sentence(kPosting, 1, 1, random), random), changed(all_data(random), random),
-          changed(delivery(2, kSelf, 1, random), random),
+          changed(delivery(kSelf, 1, random), random),
           changed(encoded(End{ErrorKind::RankLost, {1}, "gone", kDataGrace}), random),
           Payload(random.text())}) {
       for (int which = 0; which < 7; ++which) {
@@ -502,8 +499,8 @@ void words_are_taken_apart_or_refused() {
             const auto data = take_all(words, kRanks);
             CHECK(data.empty() || data.size() == kRanks);
           } else if (which == 4) {
-            const auto send = take_delivery(words, kRanks);
-            CHECK(send.rank < kRanks && send.peer < kRanks && send.rank != send.peer);
+            const auto send = take_delivery(words, 2, kSelf);
+            CHECK(send.rank == 2 && send.peer == kSelf);
           } else if (which == 5) {
             const auto other = take_other_end(words, kRanks);
             CHECK(other.rank < kRanks && other.delivered <= Delivered::Data);

@@ -70,8 +70,9 @@ class Group {
     say({rank, 0}, kLeaving, Payload().put(0));
   }
 
-  using Route = std::pair<int, int>;  // from and to; what leaders bring is on one of its own
-  static Route by_leaders(int from, int to) {
+  using Route =
+      std::pair<int, int>;  // from and to; what ranks say to each other is on one of its own
+  static Route direct(int from, int to) {
     return {from, to + size()};
   }
   std::vector<Route> routes() const {
@@ -96,7 +97,11 @@ class Group {
       coordinator_.hear(route.first, kind, words);
     } else if (kind != kSingly) {  // of collectives, for a leader
       auto& rank = *ranks_[static_cast<size_t>(route.second % size())];
-      rank.participant.obey(kind, words);
+      if (route.second < size()) {
+        rank.participant.obey(kind, words);
+      } else {
+        rank.participant.hear_of_message(route.first, kind, words);
+      }
       go_on(rank);
     }
     return true;
@@ -139,12 +144,10 @@ class Group {
                 rank == 0 ? group.coordinator_.hear(0, kind, words)
                           : group.say({rank, 0}, kind, words);
               },
-              [&group, rank](Says kind, const Payload& words) {
+              [](const Payload&) { CHECK(false); },
+              [&group, rank](int to, Says kind, const Payload& words) {
                 CHECK(kind == kDelivering || kind == kTaken);
-                Payload way = words;
-                const auto [from, to] = take_way(way, size());
-                CHECK(from == rank);
-                group.say(by_leaders(from, to), kind, words);
+                group.say(direct(rank, to), kind, words);
               },
               [] {}, {}) {}
 

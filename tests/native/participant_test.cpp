@@ -123,7 +123,8 @@ void lost_ranks_are_told_of_at_once() {
     OpenCalls calls(roster, 2s);
     std::vector<int> lost;
     Participant rank(
-        roster, calls, [](Says, const Payload&) {}, [](Says, const Payload&) {}, [] {},
+        roster, calls, [](Says, const Payload&) {}, [](const Payload&) {},
+        [](int, Says, const Payload&) {}, [] {},
         [&](const std::vector<int>& ranks) {
           CHECK(!calls.end());  // before anything fails
           lost.insert(lost.end(), ranks.begin(), ranks.end());
@@ -146,8 +147,8 @@ void lost_ranks_are_told_of_at_once() {
     const Roster roster = roster_of(1, {"a", "a", "b"});
     OpenCalls calls(roster, 2s);
     Participant rank(
-        roster, calls, [](Says, const Payload&) {}, [](Says, const Payload&) {}, [] {},
-        [](const std::vector<int>&) { CHECK(false); });
+        roster, calls, [](Says, const Payload&) {}, [](const Payload&) {},
+        [](int, Says, const Payload&) {}, [] {}, [](const std::vector<int>&) { CHECK(false); });
     Payload words = encoded({Kind::RankLost, {2, nobody}, "why", kDataGrace});
     bool is_refused = false;
     try {
@@ -231,7 +232,8 @@ void data_that_is_no_messages_is_refused() {
   for (const bool is_little : {false, true}) {
     OpenCalls calls(roster, 2s);
     Participant rank(
-        roster, calls, [](Says, const Payload&) {}, [](Says, const Payload&) {}, [] {}, {});
+        roster, calls, [](Says, const Payload&) {}, [](const Payload&) {},
+        [](int, Says, const Payload&) {}, [] {}, {});
     std::vector<std::string> received;
     OpenCall call{"recv", 0, kLong, [](uint64_t) { CHECK(false); }, [](const Failure&) {}};
     if (is_little) {
@@ -269,6 +271,10 @@ class Sender {
     rank_.obey(kind, words);
     rank_.settle();
   }
+  void hear_of_message(int rank, Says kind, Payload words) {
+    rank_.hear_of_message(rank, kind, words);
+    rank_.settle();
+  }
   // A receive of rank `rank` waits.
   void want(int rank, uint64_t bytes, int64_t tag = 0, uint64_t number = 1) {
     hear(kWanted,
@@ -293,8 +299,13 @@ class Sender {
  private:
   const Roster roster_ = roster_of(1, {"a", "b", "c"});
   OpenCalls calls_{roster_, 2s};
-  Participant rank_{roster_, calls_, [](Says, const Payload&) {}, [](Says, const Payload&) {},
-                    [] {},   {}};
+  Participant rank_{roster_,
+                    calls_,
+                    [](Says, const Payload&) {},
+                    [](const Payload&) {},
+                    [](int, Says, const Payload&) {},
+                    [] {},
+                    {}};
   uint64_t last_ = 0;
   std::vector<uint64_t> over_, failed_;
 };
@@ -333,12 +344,12 @@ void what_is_taken_is_over() {
   Sender rank;
   const auto number = rank.send(2, "data");
   const auto taken_by = [&](int who, uint64_t what) {
-    rank.hear(kTaken, Payload().put(who).put(1).put(static_cast<int64_t>(what)));
+    rank.hear_of_message(who, kTaken, Payload().put(static_cast<int64_t>(what)));
   };
   taken_by(0, number);  // it is not for that one
   taken_by(2, number + 1);
   CHECK(!rank.is_over(number));
-  CHECK(is_refused([&] { rank.hear(kTaken, Payload().put(2).put(0).put(1)); }));  // from rank 0
+  CHECK(is_refused([&] { rank.hear(kTaken, Payload().put(1)); }));  // from rank 0
   CHECK(!rank.is_over(number));
   taken_by(2, number);
   CHECK(rank.is_over(number));

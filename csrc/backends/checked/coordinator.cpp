@@ -35,8 +35,8 @@ void Coordinator::hear(int rank, uint32_t kind, Payload& words) {
           posted.peer < (posted.sends ? 0 : -1)) {
         throw std::runtime_error("a message to or from nobody");
       }
-      if (posted.delivered != Delivered::Nothing && !roster_.go_by_leaders(rank, posted.peer)) {
-        throw std::runtime_error("a message that no leader can deliver");
+      if (posted.delivered != Delivered::Nothing && !roster_.are_direct(rank, posted.peer)) {
+        throw std::runtime_error("a message that nobody can deliver");
       }
       if (!has_ended_) {
         messages_.add(posted);
@@ -81,8 +81,8 @@ void Coordinator::hear(int rank, uint32_t kind, Payload& words) {
       if (messages_.waits(rank, number)) {
         messages_.withdraw(rank, number);
         ask({number, kOverdue, what, rank}, awaited_by(rank, kOverdue, number));
-      } else if (roster_.hears_by_leaders(rank)) {
-        ask({number, kGranted, what, rank}, roster_.leaders());
+      } else if (roster_.has_direct(rank)) {
+        ask({number, kGranted, what, rank}, roster_.all_ranks());
       }
       break;
     }
@@ -97,8 +97,10 @@ void Coordinator::hear(int rank, uint32_t kind, Payload& words) {
         throw std::runtime_error("a line to nobody");
       }
       // It may have ended, of which this one is yet to hear. Else both ends of the link say so, and
-      // the same one is named whoever is first.
-      ask({0, kSevered, "", std::max(rank, static_cast<int>(peer))}, {});
+      // other ranks of theirs: the same one is named whoever is first.
+      ask({0, kSevered, "",
+           std::max(roster_.leader_of(rank), roster_.leader_of(static_cast<int>(peer)))},
+          {});
       break;
     }
     case kPong:
@@ -111,9 +113,6 @@ void Coordinator::hear(int rank, uint32_t kind, Payload& words) {
         tell_others(roster_.leaders(), kSingly, {});  // who calls more is to hear of it at once
       }
       progress_.leave(rank, static_cast<uint64_t>(words.number()));
-      if (roster_.hears_by_leaders(rank) && roster_.leader_of(rank) == rank) {
-        tell_all(kAbsent, Payload().put(rank));
-      }
       messages_.leave(rank);
       compare();
       break;

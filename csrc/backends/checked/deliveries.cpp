@@ -32,8 +32,7 @@ Deliveries::Send key_of(const OtherEnd& send) {
 
 void Deliveries::post(const Posted& receive) {
   const int rank = roster_.place().rank;
-  if (receive.peer < 0 ? !roster_.hears_by_leaders(rank)
-                       : !roster_.go_by_leaders(receive.peer, rank)) {
+  if (receive.peer < 0 ? !roster_.has_direct(rank) : !roster_.are_direct(receive.peer, rank)) {
     return;
   }
   channels_[receive.tag].receives.push_back(
@@ -48,7 +47,7 @@ void Deliveries::add(Posted send) {
   auto& last = last_[send.rank];
   auto& held = held_[send.rank];
   const size_t size = size_of(send);
-  if (send.peer != rank || !roster_.go_by_leaders(send.rank, rank) || send.number <= last ||
+  if (send.peer != rank || !roster_.are_direct(send.rank, rank) || send.number <= last ||
       held + size > kMostHeld + expected_) {
     throw std::runtime_error("a delivery that cannot be for this rank");
   }

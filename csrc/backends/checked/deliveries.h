@@ -1,6 +1,7 @@
 #pragma once
 
-// What this rank hears by leaders of messages to it, before rank 0 says that they are granted.
+// What this rank hears of messages to it by who sends them, before rank 0 says that they are
+// granted.
 // Messages from one rank with one tag are received in the order in which they are sent, so that
 // this rank knows itself which of its receives rank 0 will match with one, and needs not wait for
 // the word: unless it may be given up, does not fit, or a receive from any source comes before. Not
@@ -37,7 +38,7 @@ class Deliveries {
 
   // This rank receives; it has its number.
   void post(const Posted& receive);
-  // What a leader has brought. Throws std::runtime_error where that makes no sense.
+  // What a sender says. Throws std::runtime_error where that makes no sense.
   void add(Posted send);
   // This rank has asked rank 0 to give the receive up.
   void doubt(uint64_t number);

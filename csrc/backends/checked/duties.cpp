@@ -8,15 +8,6 @@
 
 namespace c10d_ext {
 
-namespace {
-
-// Leaders pass it on.
-bool is_of_message(uint32_t kind) {
-  return kind == kDelivering || kind == kTaken;
-}
-
-}  // namespace
-
 Duties::Duties(const Roster& roster, OpenCalls& calls, std::vector<Connection> lines,
                std::vector<FdOwner> death_sockets, Participant::Lose lose)
     : roster_(roster),
@@ -24,7 +15,8 @@ Duties::Duties(const Roster& roster, OpenCalls& calls, std::vector<Connection> l
       star_(roster, *this, std::move(lines), std::move(death_sockets)),
       participant_(
           roster, calls, [this](Says kind, Payload words) { say(kind, std::move(words)); },
-          [this](Says kind, const Payload& words) { say_to_leader(kind, words); },
+          [this](const Payload& words) { tell_leader(words); },
+          [this](int other, Says kind, const Payload& words) { star_.say(other, kind, words); },
           [this] { star_.wake(); }, std::move(lose)),
       last_words_(
           roster, [this](int other, const Payload& words) { star_.say(other, kDoomed, words); },
@@ -73,18 +65,13 @@ void Duties::say_goodbye() {
     failed.call.fail(failed.failure);
   }
   star_.wake(Star::Waiter::Caller);
-  const bool passes_on = !coordinator_ && relay_ && roster_.hears_by_leaders(roster_.place().rank);
-  if (coordinator_ || passes_on) {
+  if (coordinator_) {
     Service::of_this_process().add(&star_);
   }
   calls_.set_left();
   if (coordinator_) {
     serve();
     star_.leave(calls_.agreed());
-  } else if (passes_on) {
-    pass_on_the_rest();
-  }
-  if (coordinator_ || passes_on) {
     Service::of_this_process().remove(&star_);
   }
   star_.linger(kVerdict);
@@ -98,9 +85,7 @@ void Duties::settle() {
 }
 
 void Duties::hear(int rank, uint32_t kind, Payload& words) {
-  if (passes_on_the_rest_) {
-    hear_the_rest(rank, kind, words);
-  } else if (coordinator_) {
+  if (coordinator_) {
     if (relay_ && kind == kCalling && !roster_.is_linked(rank)) {
       relay_->hear_call(rank, words);
     }
@@ -133,36 +118,26 @@ void Duties::obey(uint32_t kind, Payload& words) {
 void Duties::hear_beside_the_star(int rank, uint32_t kind, Payload& words) {
   if (kind == kLeaving) {
     left_.insert(rank);
-    if (!relay_ && rank == roster_.own_host().front()) {
+    if (is_led_by(rank)) {
       participant_.say_count();  // it may have told nobody of this one's last call
     }
   } else if (kind == kDoomed) {
     last_words_.add(static_cast<uint64_t>(words.number()));
   } else if (relay_ && kind == kCalling) {
     relay_->hear_call(rank, words);
-  } else if (relay_ && is_of_message(kind)) {
-    relay_->hear_of_message(rank, static_cast<Says>(kind), words);
-  } else if (!relay_ && is_of_message(kind) && rank == roster_.own_host().front()) {
-    participant_.obey(kind, words);
-  } else if (!relay_ && kind == kGo && rank == roster_.own_host().front()) {
+  } else if (kind == kGo && is_led_by(rank)) {
     participant_.obey(kind, words);
   } else {
-    throw std::runtime_error("a sentence of an unknown kind");
+    participant_.hear_of_message(rank, kind, words);
   }
 }
 
-void Duties::hear_the_rest(int rank, uint32_t kind, Payload& words) {
-  if (kind == kLeaving) {
-    left_.insert(rank);
-  } else if (is_of_message(kind)) {
-    relay_->hear_of_message(rank, static_cast<Says>(kind), words);
-  }
+bool Duties::is_led_by(int rank) const {
+  const auto& own = roster_.own_host();
+  return !own.empty() && own.front() == rank && rank != roster_.place().rank;
 }
 
 void Duties::lose(const std::vector<int>& ranks, const std::string& how) {
-  if (passes_on_the_rest_) {
-    return;
-  }
   if (coordinator_) {
     coordinator_->lose(ranks, how);
     return;
@@ -174,7 +149,7 @@ void Duties::lose(const std::vector<int>& ranks, const std::string& how) {
       if (const auto undone = participant_.undone_by_root()) {
         last_words_.add(*undone);
       }
-    } else if (left_.count(rank) == 0 && !roster_.is_watched_by_root(rank)) {
+    } else if (left_.count(rank) == 0 && (how == kGone || !roster_.is_watched_by_root(rank))) {
       say(kSevered, Payload().put(rank));
     }
   }
@@ -188,18 +163,16 @@ void Duties::say(Says kind, Payload words) {
   coordinator_ ? coordinator_->hear(0, kind, words) : star_.say(0, kind, words);
 }
 
-void Duties::say_to_leader(Says kind, const Payload& words) {
-  if (!relay_) {
-    const int leader = roster_.own_host().empty() ? 0 : roster_.own_host().front();
-    if (leader != 0 && kind == kCalling && left_.count(leader) != 0) {
-      participant_.say_count();
-    } else if (leader != 0) {
-      star_.say(leader, kind, words);
-    }
-  } else if (kind == kCalling) {
+void Duties::tell_leader(const Payload& words) {
+  if (relay_) {
     relay_->hear_call(roster_.place().rank, words);
-  } else {
-    relay_->hear_of_message(roster_.place().rank, kind, words);
+    return;
+  }
+  const int leader = roster_.own_host().empty() ? 0 : roster_.own_host().front();
+  if (leader != 0 && left_.count(leader) != 0) {
+    participant_.say_count();
+  } else if (leader != 0) {
+    star_.say(leader, kCalling, words);
   }
 }
 
@@ -210,24 +183,6 @@ void Duties::tell(int rank, Says kind, const Payload& words) {
   }
   Payload own = words;
   obey(kind, own);
-}
-
-bool Duties::has_host_left() const {
-  const auto& own = roster_.own_host();
-  return std::all_of(own.begin(), own.end(), [this](int rank) {
-    return rank == roster_.place().rank || left_.count(rank) != 0 || !star_.has_line(rank);
-  });
-}
-
-void Duties::pass_on_the_rest() {
-  passes_on_the_rest_ = true;
-  const auto& service = Service::of_this_process();
-  // Rank 0 tells all that this one has left, so that nothing new comes.
-  const auto until = Clock::now() + kVerdict;
-  while (!has_host_left() && !service.ends_at_once() && Clock::now() < until) {
-    star_.take_in(star_.wait(Star::Waiter::Thread, std::min(star_.next_beat(), until)));
-    star_.beat();
-  }
 }
 
 void Duties::serve() {

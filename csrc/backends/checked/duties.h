@@ -56,21 +56,18 @@ class Duties final : private Star::Listener {
   // What rank 0, or this leader, has said.
   void obey(uint32_t kind, Payload& words);
   void hear_beside_the_star(int rank, uint32_t kind, Payload& words);
-  void hear_the_rest(int rank, uint32_t kind, Payload& words);
+  bool is_led_by(int rank) const;
   void lose(const std::vector<int>& ranks, const std::string& how) override;
 
   // To rank 0, which may be this one.
   void say(Says kind, Payload words);
-  // To this rank's leader, which may be this one.
-  void say_to_leader(Says kind, const Payload& words);
+  // What it calls, to this rank's leader, which may be this one.
+  void tell_leader(const Payload& words);
   // As the coordinator, or a leader. To a rank, which may be this one.
   void tell(int rank, Says kind, const Payload& words);
 
   // Rank 0's: collectives fail from here on, but others may have messages among themselves.
   void serve();
-  // A leader's: what is on its way to ranks of its host, or from them.
-  void pass_on_the_rest();
-  bool has_host_left() const;
 
   const Roster& roster_;
   OpenCalls& calls_;
@@ -81,7 +78,6 @@ class Duties final : private Star::Listener {
   LastWords last_words_;                    // of any other rank
   std::set<int> left_;                      // of those to whom there is a line beside the star
   bool helped_ = false;
-  bool passes_on_the_rest_ = false;
 };
 
 }  // namespace c10d_ext

@@ -15,7 +15,7 @@
 
 namespace c10d_ext {
 
-// What the receiver of a message hears of it by leaders, before rank 0 says that it is granted.
+// What the receiver of a message hears of it by its sender, before rank 0 says that it is granted.
 enum class Delivered : uint8_t { Nothing, Words, Data };
 
 // A message as one of its two ends tells of it.

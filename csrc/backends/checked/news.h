@@ -18,7 +18,8 @@ struct News {
   std::optional<Calling> call = std::nullopt;  // in place of words
   // Of a message, which is over once it is said: the rank that wants it.
   std::optional<int> wanted_by = std::nullopt;
-  // What leaders bring to the receiver of a message.
+  // Of a message whose ends have a line: the other one, and what a send says to it.
+  std::optional<int> peer = std::nullopt;
   std::optional<Payload> delivery = std::nullopt;
 };
 

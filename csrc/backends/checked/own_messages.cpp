@@ -13,16 +13,9 @@ constexpr size_t kMostHeld = size_t{1} << 20;
 
 size_t OwnMessages::most_with_words(int peer) const {
   const auto is_on_the_way = [this](int rank) { return roster_.are_on_one_machine(rank, 0); };
-  const bool is_short = is_on_the_way(roster_.place().rank) || has_leaders_to(peer) ||
-                        (peer >= 0 && is_on_the_way(peer));
+  const bool is_short =
+      is_on_the_way(roster_.place().rank) || is_direct(peer) || (peer >= 0 && is_on_the_way(peer));
   return is_short ? kLittleMessage : kLittleOnDetour;
-}
-
-bool OwnMessages::has_leaders_to(int peer) const {
-  const int rank = roster_.place().rank;
-  return peer >= 0 && roster_.go_by_leaders(rank, peer) &&
-         absent_leaders_.count(roster_.leader_of(rank)) == 0 &&
-         absent_leaders_.count(roster_.leader_of(peer)) == 0;
 }
 
 News OwnMessages::post(Posted posted) {
@@ -32,7 +25,8 @@ News OwnMessages::post(Posted posted) {
     posted.data.reset();
   }
   News news{posted.number, kPosting, {}};
-  if (posted.sends && has_leaders_to(posted.peer)) {
+  if (posted.sends && is_direct(posted.peer)) {
+    news.peer = posted.peer;
     news.delivery = encoded_delivery(posted);
     posted.delivered = posted.data ? Delivered::Data : Delivered::Words;
     posted.data.reset();
@@ -80,10 +74,8 @@ std::vector<OwnMessages::Granted> OwnMessages::take_granted() {
 std::vector<News> OwnMessages::take_news() {
   std::vector<News> news;
   for (const auto& [rank, number] : deliveries_.take_taken()) {
-    if (has_leaders_to(rank)) {  // else rank 0's word is enough
-      Payload words = Payload().put(roster_.place().rank).put(rank);
-      news.push_back({number, kTaken, words.put(static_cast<int64_t>(number))});
-    }
+    news.push_back({number, kTaken, Payload().put(static_cast<int64_t>(number))});
+    news.back().peer = rank;
   }
   for (const auto& [rank, number] : deliveries_.take_withdrawn()) {
     Payload words;

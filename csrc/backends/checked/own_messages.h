@@ -6,7 +6,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
-#include <set>
 #include <vector>
 
 #include "backends/checked/deliveries.h"
@@ -41,7 +40,7 @@ class OwnMessages {
     deliveries_.doubt(number);
   }
 
-  // --- What rank 0 says, or a leader ------------------------------------------------------------
+  // --- What rank 0 says, or another rank --------------------------------------------------------
 
   void grant(uint64_t number, const OtherEnd& other, std::optional<SharedBytes> data);
   void deny(uint64_t number, const OtherEnd& other);
@@ -54,16 +53,12 @@ class OwnMessages {
   void withdraw(const OtherEnd& send, int64_t tag) {
     deliveries_.withdraw(send, tag);
   }
-  // A leader has brought what a message to this rank is.
+  // Its sender says what a message to this rank is.
   void deliver(Posted send) {
     deliveries_.add(std::move(send));
   }
   // A receive of rank `from` has taken the message.
   void take(int from, uint64_t number);
-  // A leader is there no longer.
-  void miss_leader(int rank) {
-    absent_leaders_.insert(rank);
-  }
 
   // --- What has come of all that ----------------------------------------------------------------
 
@@ -71,10 +66,11 @@ class OwnMessages {
   std::vector<News> take_news();
 
  private:
-  bool has_leaders_to(int peer) const;
+  bool is_direct(int peer) const {
+    return peer >= 0 && roster_.are_direct(roster_.place().rank, peer);
+  }
 
   const Roster& roster_;
-  std::set<int> absent_leaders_;
   SentMessages sent_;
   Deliveries deliveries_;
   std::vector<Granted> granted_;

@@ -20,12 +20,13 @@ constexpr Milliseconds kLastWord{50};
 
 }  // namespace
 
-Participant::Participant(const Roster& roster, OpenCalls& calls, Say say, SayToLeader say_to_leader,
-                         Wake wake, Lose lose)
+Participant::Participant(const Roster& roster, OpenCalls& calls, Say say, TellLeader tell_leader,
+                         Tell tell, Wake wake, Lose lose)
     : roster_(roster),
       calls_(calls),
       say_(std::move(say)),
-      say_to_leader_(std::move(say_to_leader)),
+      tell_leader_(std::move(tell_leader)),
+      tell_(std::move(tell)),
       wake_(std::move(wake)),
       lose_(std::move(lose)) {}
 
@@ -52,31 +53,12 @@ void Participant::obey(uint32_t kind, Payload& words) {
           [&](OwnMessages& messages) { messages.grant(number, other, take_data(words)); });
       break;
     }
-    case kDelivering:
-      calls_.hear_of_messages([&](OwnMessages& messages) {
-        messages.deliver(take_delivery(words, roster_.place().size));
-      });
-      break;
-    case kTaken: {
-      const auto [from, to] = take_way(words, roster_.place().size);
-      if (to != roster_.place().rank) {
-        throw std::runtime_error("what another rank has sent is taken");
-      }
-      calls_.hear_of_messages([&, from = from](OwnMessages& messages) {
-        messages.take(from, static_cast<uint64_t>(words.number()));
-      });
-      break;
-    }
     case kWithdraw: {
       const auto send = take_other_end(words, roster_.place().size);
       calls_.hear_of_messages(
           [&](OwnMessages& messages) { messages.withdraw(send, words.number()); });
       break;
     }
-    case kAbsent:
-      calls_.hear_of_messages(
-          [&](OwnMessages& messages) { messages.miss_leader(static_cast<int>(words.number())); });
-      break;
     case kDenied: {
       const auto number = static_cast<uint64_t>(words.number());
       const auto said = words.number();
@@ -137,6 +119,18 @@ void Participant::obey(uint32_t kind, Payload& words) {
   }
 }
 
+void Participant::hear_of_message(int rank, uint32_t kind, Payload& words) {
+  calls_.hear_of_messages([&](OwnMessages& messages) {
+    if (kind == kDelivering) {
+      messages.deliver(take_delivery(words, rank, roster_.place().rank));
+    } else if (kind == kTaken) {
+      messages.take(rank, static_cast<uint64_t>(words.number()));
+    } else {
+      throw std::runtime_error("a sentence of an unknown kind");
+    }
+  });
+}
+
 void Participant::finish(End end) {
   if (lose_ && end.kind == Kind::RankLost && end.grace != kUnlimited) {
     lose_(end.ranks);
@@ -178,7 +172,7 @@ void Participant::say_call(const Calling& call) {
   const int rank = roster_.place().rank;
   const bool by_leader = roster_.calls_by_leader(rank);
   if (by_leader || rank == 0) {  // who leads its host, too
-    say_to_leader_(kCalling, words);
+    tell_leader_(words);
   }
   if (!by_leader || !call.data) {
     say_(kCalling, std::move(words));
@@ -195,9 +189,10 @@ void Participant::tell_news() {
       say_call(*one.call);
     } else if (one.kind != kBroken || calls_.break_off(one.seq)) {
       if (one.delivery) {
-        say_to_leader_(kDelivering, *one.delivery);
+        tell_(*one.peer, kDelivering, *one.delivery);
       }
-      one.kind == kTaken ? say_to_leader_(kTaken, one.words) : say_(one.kind, std::move(one.words));
+      one.kind == kTaken ? tell_(*one.peer, kTaken, one.words)
+                         : say_(one.kind, std::move(one.words));
     }
   }
 }

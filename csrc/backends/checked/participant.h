@@ -24,17 +24,21 @@ class Participant {
   // Has the thread come round once more.
   using Wake = std::function<void()>;
 
-  // Says it to this rank's leader, which may be this one.
-  using SayToLeader = std::function<void(Says kind, const Payload& words)>;
+  // Says what it calls to this rank's leader, which may be this one.
+  using TellLeader = std::function<void(const Payload& words)>;
+  // Says it to another rank, to which there is a line.
+  using Tell = std::function<void(int rank, Says kind, const Payload& words)>;
   // Hears at once of ranks that are gone, but for those that have left in good order.
   using Lose = std::function<void(const std::vector<int>& ranks)>;
 
   // `roster` and `calls` outlive this. `lose` may be empty.
-  Participant(const Roster& roster, OpenCalls& calls, Say say, SayToLeader say_to_leader, Wake wake,
-              Lose lose);
+  Participant(const Roster& roster, OpenCalls& calls, Say say, TellLeader tell_leader, Tell tell,
+              Wake wake, Lose lose);
 
   // What rank 0 says. Throws std::runtime_error where that makes no sense.
   void obey(uint32_t kind, Payload& words);
+  // Of a message, what its other end says; the same.
+  void hear_of_message(int rank, uint32_t kind, Payload& words);
   // There is no connection to rank 0 any more; `how`: kGone or kUnreachable.
   void lose_root(const std::string& how);
   // The first collective that rank 0 may not have done; none where it leaves in good order, or does
@@ -64,7 +68,8 @@ class Participant {
   const Roster& roster_;
   OpenCalls& calls_;
   const Say say_;
-  const SayToLeader say_to_leader_;
+  const TellLeader tell_leader_;
+  const Tell tell_;
   const Wake wake_;
   const Lose lose_;
   bool root_left_ = false;

@@ -129,9 +129,9 @@ void PostedMessages::leave(int rank) {
 
 void PostedMessages::answer(const Question& question,
                             const std::function<std::string(int rank)>& state_of) {
-  // Its other end is there, but leaders have not brought its data.
+  // Its other end is there, but its data has not come.
   const bool is_granted = question.kind == kGranted;
-  auto ranks = is_granted ? roster_.leaders() : awaited_by(question.of, question.seq);
+  auto ranks = is_granted ? roster_.all_ranks() : awaited_by(question.of, question.seq);
   if (is_granted) {
     std::erase_if(ranks, [&](int rank) { return !is_stuck(state_of(rank)); });
   }

@@ -133,9 +133,8 @@ std::optional<SharedBytes> take_data(Payload& words) {
   return data;
 }
 
-namespace {
-
-void put_posted(Payload& words, const Posted& posted) {
+Payload encoded(const Posted& posted) {
+  Payload words;
   words.put(posted.sends ? 1 : 0)
       .put(posted.peer)
       .put(posted.tag)
@@ -143,13 +142,6 @@ void put_posted(Payload& words, const Posted& posted) {
       .put(static_cast<int64_t>(posted.dtype))
       .put(static_cast<int64_t>(posted.delivered));
   put_data(words, posted.data);
-}
-
-}  // namespace
-
-Payload encoded(const Posted& posted) {
-  Payload words;
-  put_posted(words, posted);
   return words;
 }
 
@@ -188,24 +180,14 @@ Posted take_wanted(Payload& words, int sender, int ranks) {
 }
 
 Payload encoded_delivery(const Posted& send) {
-  Payload words;
-  words.put(send.rank).put(send.peer);
-  put_posted(words, send);
-  return words.put(static_cast<int64_t>(send.number));
+  return encoded(send).put(static_cast<int64_t>(send.number));
 }
 
-std::pair<int, int> take_way(Payload& words, int ranks) {
-  const auto rank = [&] { return static_cast<int>(within(words.number(), 0, ranks - 1)); };
-  const int from = rank();
-  return {from, rank()};
-}
-
-Posted take_delivery(Payload& words, int ranks) {
-  const auto [from, to] = take_way(words, ranks);
+Posted take_delivery(Payload& words, int from, int to) {
   Posted send = take_posted(words);
   send.rank = from;
   send.number = static_cast<uint64_t>(words.number());
-  if (!send.sends || send.peer != to || from == to || send.delivered != Delivered::Nothing) {
+  if (!send.sends || send.peer != to || send.delivered != Delivered::Nothing) {
     throw std::runtime_error("a delivery of no message");
   }
   return send;

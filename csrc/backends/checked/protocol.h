@@ -52,24 +52,22 @@
 //   Pong, to rank 0: how many collectives it has called, where its leader has left
 //   rank 0, to leaders: Singly: somebody has left, and who calls what they will not is to be told
 //   at once, which leaders do by a Relaying for each call with data
-//   a leader, to rank 0: Severed: which leader it cannot hear any more
+//   any rank, to rank 0: Severed: which other one it cannot hear any more
 //   where rank 0 is lost, ranks to their leaders, and those to each other and to theirs: Doomed;
 //   the next host's leader is that of rank 0's host, too
 //
-// A message between two other hosts than rank 0's goes by their leaders, while rank 0 hears of both
-// its ends as of others. Who receives it knows which of its receives rank 0 will match it with:
+// Two ranks that have a line of their own say to each other what a message is, while rank 0 hears
+// of both its ends as of others. Who receives it knows which of its receives rank 0 will match it
+// with:
 //
-//   sender                                its leader, and the receiver's
-//   Delivering: a send, and its data
-//     if that is little                ->
-//                                         Delivering          -> the receiver
-//                                      <- Taken               <- by one that waited for it
 //   sender                                rank 0                 receiver
+//   Delivering: a send, and its data
+//     if that is little                ----------------------->
+//                                      <----------------------- Taken: by a receive that waited
 //   Overdue: it has had its time       ->
 //                                         Withdraw            ->
 //                                                             <- Withdrawn: no receive takes it
 //                                         Denied              -> the sender
-//   rank 0, to all: Absent: a leader has left, and passes on nothing any more
 
 #include <chrono>
 #include <cstddef>
@@ -118,7 +116,6 @@ enum Says : uint32_t {
   kTaken,
   kWithdraw,
   kWithdrawn,
-  kAbsent,
   kSingly
 };
 
@@ -169,7 +166,7 @@ void tell_go(uint64_t seq, const std::vector<Contribution>& data, const std::vec
 // The data that travels with a message, where it does: all that is attached.
 void put_data(Payload& words, const std::optional<SharedBytes>& data);
 std::optional<SharedBytes> take_data(Payload& words);
-// So many bytes of a message travel with what is said of it at most: they go by rank 0, or leaders.
+// So many bytes of a message travel with what is said of it at most.
 constexpr size_t kLittleMessage = 262144;
 // By rank 0 where neither end is on its host, so that they go from host to host twice.
 constexpr size_t kLittleOnDetour = 4096;
@@ -179,11 +176,9 @@ Posted take_posted(Payload& words);
 // A receive, which waits for rank `sender` of `ranks`.
 Payload encoded_wanted(const Posted& receive);
 Posted take_wanted(Payload& words, int sender, int ranks);
-// What leaders pass on begins with who says it, and to whom.
-std::pair<int, int> take_way(Payload& words, int ranks);
-// A send, as it is delivered to who receives it.
+// What rank `from` sends to `to`, as it is delivered.
 Payload encoded_delivery(const Posted& send);
-Posted take_delivery(Payload& words, int ranks);
+Posted take_delivery(Payload& words, int from, int to);
 
 // The other end of a message, in what rank 0 says of one: where none is there, nobody's.
 struct OtherEnd {

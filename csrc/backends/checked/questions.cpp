@@ -9,7 +9,7 @@ namespace {
 
 // What a rank on another machine has to say that it is there.
 constexpr std::chrono::milliseconds kPatience{300};
-// And for its end to be heard of, where a leader has lost its line to it.
+// And for its end to be heard of, where another rank has lost its line to it.
 constexpr std::chrono::milliseconds kEndsMeanwhile{150};
 
 }  // namespace

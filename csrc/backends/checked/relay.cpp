@@ -145,17 +145,6 @@ void Relay::hear_calls(int leader, Payload& words) {
   }
 }
 
-void Relay::hear_of_message(int rank, Says kind, const Payload& words) {
-  Payload copy = words.first_numbers(2);
-  const auto [from, to] = take_way(copy, roster_.place().size);
-  const int own = roster_.place().rank, away = roster_.leader_of(from);
-  const bool is_own = rank == from && away == own, is_for_own = roster_.leader_of(to) == own;
-  if (!roster_.go_by_leaders(from, to) || is_own == is_for_own || (is_for_own && rank != away)) {
-    throw std::runtime_error("a message that is not for this leader");
-  }
-  tell_(is_own ? roster_.leader_of(to) : to, kind, words);
-}
-
 void Relay::settle(uint64_t seq) {
   open_.erase(seq);
   if (is_settled(seq)) {

@@ -3,8 +3,7 @@
 // A leader's part: it passes the calls of its host's ranks with their data on to rank 0 and, where
 // all of them gave some, to the other leaders, and gives its own ranks the word to go once it has
 // all calls. What is not agreed on so, as some rank gave no data, or as they do not fit together,
-// rank 0 tells all ranks. And it passes on what ranks of its host are to hear of messages from
-// other hosts, and those of theirs. No torch in here.
+// rank 0 tells all ranks. No torch in here.
 
 #include <cstdint>
 #include <deque>
@@ -32,8 +31,6 @@ class Relay {
   void hear_call(int rank, Payload words);
   // What another leader passes on; the same.
   void hear_calls(int leader, Payload& words);
-  // Of a message, what a rank of this host says, or another leader passes on; the same.
-  void hear_of_message(int rank, Says kind, const Payload& words);
   // Rank 0 has told of the collective: it is not agreed on here.
   void settle(uint64_t seq);
   // Rank 0 is told of each call as it comes, and of those that are here, from now on.

@@ -40,6 +40,16 @@ int Roster::leader_of(int rank) const {
   return rank;
 }
 
+bool Roster::has_direct(int rank) const {
+  const auto all = all_ranks();
+  return std::any_of(all.begin(), all.end(), [&](int other) { return are_direct(rank, other); });
+}
+
+bool Roster::is_leader(int rank) const {
+  const auto all = leaders();
+  return std::find(all.begin(), all.end(), rank) != all.end();
+}
+
 std::vector<int> Roster::leaders() const {
   std::vector<int> ranks;
   for (const auto& host : hosts_) {

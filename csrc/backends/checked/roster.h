@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <functional>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -45,16 +44,14 @@ class Roster {
   bool is_watched_by_root(int rank) const {
     return is_beside_root(rank) || is_beside_root(place_.rank);
   }
-  // Whether their hosts' leaders pass on what is said between them: neither is on rank 0's host.
-  bool go_by_leaders(int one, int other) const {
-    const auto& [a, b, root] =
-        std::tie(member(one).network, member(other).network, member(0).network);
-    return hosts_.size() > 2 && a != b && a != root && b != root;
+  // Whether they have a line for their messages.
+  bool are_direct(int one, int other) const {
+    return c10d_ext::are_direct(members_, one, other);
   }
-  // Whether there are ranks with which it goes so.
-  bool hears_by_leaders(int rank) const {
-    return hosts_.size() > 2 && member(rank).network != member(0).network;
-  }
+  // Whether it has one to anybody.
+  bool has_direct(int rank) const;
+  // Whether a rank leads a host; of none where rank 0 alone hears of all.
+  bool is_leader(int rank) const;
   // Whether rank 0 hears of its calls by its leader: it is not on rank 0's host.
   bool calls_by_leader(int rank) const {
     return !hosts_.empty() && member(rank).network != member(0).network;
@@ -72,7 +69,7 @@ class Roster {
 
  private:
   bool is_beside_root(int rank) const {
-    return rank != 0 && !hosts_.empty() && member(rank).network == member(0).network;
+    return rank != 0 && member(rank).network == member(0).network;
   }
   const Member& member(int rank) const {
     return members_[static_cast<size_t>(rank)];

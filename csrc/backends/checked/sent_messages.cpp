@@ -6,7 +6,7 @@ namespace c10d_ext {
 
 namespace {
 
-// Whether its data is on its way, with the words or by leaders.
+// Whether its data is on its way, by rank 0 or to who receives it.
 bool travels(const Posted& posted) {
   return posted.data || posted.delivered == Delivered::Data;
 }

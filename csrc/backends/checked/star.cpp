@@ -36,12 +36,17 @@ int milliseconds_until(Clock::time_point time) {
   return static_cast<int>(std::clamp(left, Milliseconds(0), Milliseconds(60'000)).count());
 }
 
-// Which lines go to ranks of which nothing would be heard when a link is down.
+// Which lines go to ranks of which nothing would be heard when a link is down. Of two hosts one
+// line is enough.
 std::vector<bool> far_ones(const std::vector<Connection>& lines, const Roster& roster) {
+  const int self = roster.place().rank;
   std::vector<bool> is_far(lines.size());
   for (size_t i = 0; i < lines.size(); ++i) {
     const auto rank = static_cast<int>(i);
-    is_far[i] = lines[i].is_open() && roster.is_linked(rank) && !roster.is_watched_by_root(rank);
+    const bool is_for_all =
+        self == 0 || rank == 0 || (roster.is_leader(self) && roster.is_leader(rank));
+    is_far[i] = lines[i].is_open() && is_for_all && roster.is_linked(rank) &&
+                !roster.is_watched_by_root(rank);
   }
   return is_far;
 }
