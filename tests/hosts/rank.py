@@ -306,6 +306,27 @@ def ends_after_a_large_one() -> None:
     _until_it_fails(call)
 
 
+def sends_and_ends() -> None:
+    """The last rank ends once its messages, for which others wait, are said."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    x = torch.arange(_C.LITTLE_MESSAGE // 4, dtype=torch.float32)
+    y = torch.zeros_like(x)
+    # Kernels take little of it at a time.
+    Path("/proc/sys/net/ipv4/tcp_wmem").write_text("4096 16384 16384")
+    dist.barrier()
+    group = dist.new_group()
+    dist.barrier(group)
+    if rank == last:
+        time.sleep(1.0)  # it hears that they wait
+        for work in [dist.isend(x + to, to, group) for to in (0, 1)]:
+            work.wait()
+    elif rank < 2:
+        dist.recv(y, last, group)
+        assert torch.equal(y, x + rank)
+    dist.destroy_process_group()
+    _say(ended=time.time())
+
+
 def _until_it_fails(call: Callable[[], None]) -> None:
     dist.all_reduce(torch.ones(1))
     _say(ready=os.getpid())
@@ -455,6 +476,7 @@ def main() -> None:
         "shares_until_it_fails": shares_until_it_fails,
         "ends_after_a_large_one": ends_after_a_large_one,
         "random_calls": random_calls,
+        "sends_and_ends": sends_and_ends,
     }[sys.argv[1]]()
 
 

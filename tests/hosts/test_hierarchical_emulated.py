@@ -145,6 +145,15 @@ def test_messages(places: tuple[int, ...], tmp_path: Path) -> None:
     assert texts.count(late) == hosts, texts
 
 
+def test_what_a_rank_has_sent_arrives_though_it_ends(tmp_path: Path) -> None:
+    """On a link that takes a while for it."""
+    with emulated.emulated_hosts(2, mbit=5) as hosts:
+        ranks = _Ranks(hosts, (0, 0, 1, 1), "sends_and_ends", tmp_path)
+        ended = [ranks.result(rank)["ended"] for rank in range(4)]
+    # It did not wait until they had it.
+    assert ended[3] < min(ended[:2])
+
+
 @pytest.mark.parametrize("places", [(0, 0, 1, 1), (0, 1, 1, 1), (0, 1, 2, 0, 1, 2)], ids=str)
 def test_ops_keep_the_contract(places: tuple[int, ...], tmp_path: Path) -> None:
     """Of every form: values, layouts, gradients, errors, vmap, compiled code."""

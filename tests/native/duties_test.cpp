@@ -297,7 +297,10 @@ void what_a_rank_has_sent_is_heard_though_it_leaves() {
     rank.say(0, kWanted,
              encoded_wanted({.rank = by, .number = 1, .peer = 3, .bytes = data.size()}));
     CHECK(rank.send(by, data));
+    CHECK(!Agreement::serves(0ms));
     std::thread leaving([&] { rank.leave(); });
+    // Until it is said the process does not end.
+    CHECK(eventually([] { return Agreement::serves(0ms); }));
     Kinds heard;
     CHECK(eventually([&, by = by] {
       const bool stays = rank.line(by).listen(data.size() + 1024);
@@ -312,6 +315,7 @@ void what_a_rank_has_sent_is_heard_though_it_leaves() {
       return !stays;
     }));
     CHECK((heard == Kinds{by == 0 ? kPosting : kDelivering, kLeaving}));
+    CHECK(!Agreement::serves(5000ms));
     for (const int peer : {0, 2, 5}) {
       rank.line(peer).close();
     }

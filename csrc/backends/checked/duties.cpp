@@ -65,16 +65,14 @@ void Duties::say_goodbye() {
     failed.call.fail(failed.failure);
   }
   star_.wake(Star::Waiter::Caller);
-  if (coordinator_) {
-    Service::of_this_process().add(&star_);
-  }
+  auto& service = Service::of_this_process();
+  service.add(&star_);
   calls_.set_left();
   if (coordinator_) {
     serve();
     star_.leave(calls_.agreed());
-    Service::of_this_process().remove(&star_);
   }
-  star_.linger(kVerdict);
+  star_.linger(kVerdict, [&] { service.remove(&star_); });
 }
 
 void Duties::settle() {

@@ -295,19 +295,21 @@ void Star::leave(uint64_t after) {
 }
 
 // A connection closed with words in it that nobody has read takes back what was said last.
-void Star::linger(Milliseconds limit) {
-  std::vector<bool> has_said_all(lines_.size());
+void Star::linger(Milliseconds limit, const std::function<void()>& has_said_all) {
+  std::vector<bool> is_said(lines_.size());
+  bool is_all_said = false;
   for (const auto until = Clock::now() + limit; Clock::now() < until;) {
     std::vector<pollfd> fds;
+    bool is_some_unsaid = false;
     for (size_t i = 0; i < lines_.size(); ++i) {
       auto& line = lines_[i];
       if (!line.is_open()) {
         continue;
       }
       line.flush();  // data of messages may be left
-      if (!line.has_unsent() && !has_said_all[i]) {
+      if (!line.has_unsent() && !is_said[i]) {
         ::shutdown(line.fd(), SHUT_WR);
-        has_said_all[i] = true;
+        is_said[i] = true;
       }
       if (!line.listen(kLongest)) {
         line.close();  // nobody waits for it any more
@@ -317,12 +319,19 @@ void Star::linger(Milliseconds limit) {
       if (line.is_open()) {
         const int events = POLLIN | (line.has_unsent() ? POLLOUT : 0);
         fds.push_back({line.fd(), static_cast<short>(events), 0});
+        is_some_unsaid |= line.has_unsent();
       }
+    }
+    if (!is_some_unsaid && !std::exchange(is_all_said, true)) {
+      has_said_all();
     }
     if (fds.empty()) {
       break;
     }
     ::poll(fds.data(), fds.size(), 100);
+  }
+  if (!is_all_said) {
+    has_said_all();
   }
 }
 

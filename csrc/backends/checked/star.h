@@ -11,6 +11,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -73,8 +74,9 @@ class Star {
   // Says that this rank leaves, and after which collective; the others do not take its end for a
   // loss.
   void leave(uint64_t after);
-  // Until the others have heard what was said last, or have had `limit` for it.
-  void linger(std::chrono::milliseconds limit);
+  // Until the others have heard what was said last, or have had `limit` for it. `has_said_all` is
+  // called once the process may end: what is left is with its kernel.
+  void linger(std::chrono::milliseconds limit, const std::function<void()>& has_said_all);
 
  private:
   static constexpr uint64_t kWoken = uint64_t{1} << 32;
