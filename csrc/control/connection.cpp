@@ -1,5 +1,7 @@
 #include "control/connection.h"
 
+#include <linux/sockios.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 
@@ -145,6 +147,11 @@ bool Connection::listen(size_t limit) {
   }
   has_unheard_ = is_allowed;  // sentences are there; the rest waits
   return is_allowed;
+}
+
+bool Connection::is_on_its_way() const {
+  int left = 0;
+  return ::ioctl(fd(), SIOCOUTQ, &left) == 0 && left > 0;
 }
 
 bool Connection::is_unreachable() const {

@@ -44,6 +44,8 @@ class Connection {
   bool has_unsent() const {
     return !unsent_.empty();
   }
+  // Whether the other end's kernel is yet to have some of what was sent.
+  bool is_on_its_way() const;
   // Whether it ended for want of an answer by the other machine, and not because somebody there has
   // ended it.
   bool is_unreachable() const;

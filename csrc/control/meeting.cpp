@@ -13,6 +13,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <functional>
+#include <iterator>
 #include <limits>
 #include <map>
 #include <optional>
@@ -196,9 +197,19 @@ std::optional<Frame> await(Connection& line, const Deadline& deadline, size_t li
   }
 }
 
+// How much of the two is the same, from the beginning.
+size_t common(const std::string& one, const std::string& other) {
+  const size_t length = std::min(one.size(), other.size());
+  return static_cast<size_t>(
+      std::mismatch(one.begin(), one.begin() + static_cast<std::ptrdiff_t>(length), other.begin())
+          .first -
+      one.begin());
+}
+
 // The other side of an Entrance: tries the addresses of `rank` until `attempt` says nothing, which
-// is told the rank's token, or else why that was not it.
+// is told the rank's token, or else why that was not it. First those most like `nearest`.
 void visit(const KeyValueStore& store, int rank, const Deadline& deadline,
+           const std::string& nearest,
            const std::function<std::string(const Address&, const std::string& token)>& attempt) {
   const std::string key = key_of(rank);
   const std::string whom = "rank " + std::to_string(rank);
@@ -212,8 +223,12 @@ void visit(const KeyValueStore& store, int rank, const Deadline& deadline,
   std::string token;
   int port = 0;
   where >> token >> port;
+  std::vector<std::string> addresses{std::istream_iterator<std::string>(where), {}};
+  std::stable_sort(addresses.begin(), addresses.end(), [&](const auto& one, const auto& other) {
+    return common(one, nearest) > common(other, nearest);
+  });
   std::ostringstream tried;
-  for (std::string text; where >> text;) {
+  for (const auto& text : addresses) {
     const auto address = parse_address(text, port);
     const std::string why = address ? attempt(*address, token) : "not an address";
     if (why.empty()) {
@@ -282,40 +297,42 @@ Connections join_lines(const KeyValueStore& store, const Place& place, const Mem
   const auto size = static_cast<size_t>(place.size);
   star.lines.resize(size);
   star.death_sockets.resize(size);
-  visit(store, 0, deadline, [&](const Address& address, const std::string& token) -> std::string {
-    FdOwner socket, death_socket;
-    for (auto* end : {&socket, &death_socket}) {
-      if (auto why = reach(address, deadline, *end); !why.empty()) {
-        return why;
-      }
-    }
-    Connection line(std::move(socket)), death_line(std::move(death_socket));
-    Payload hello, death_hello;
-    hello.put(token).put(place.rank);
-    put(hello, self);
-    death_hello.put(token).put(place.rank);
-    line.say(kHello, hello);
-    death_line.say(kDeathSocket, death_hello);
-    // Rank 0 answers when the last rank is there.
-    auto welcome = await(line, deadline, kMostOfAWelcome);
-    if (auto why = why_not_welcome(welcome, deadline); !why.empty()) {
-      return why;
-    }
-    for (int rank = 0; rank < place.size; ++rank) {
-      star.members.push_back(take_member(welcome->words));
-    }
-    tune_line(line, self, star.members[0]);
-    star.lines[0] = std::move(line);
-    star.death_sockets[0] = death_line.take_socket();
-    return {};
-  });
+  visit(store, 0, deadline, {},
+        [&](const Address& address, const std::string& token) -> std::string {
+          FdOwner socket, death_socket;
+          for (auto* end : {&socket, &death_socket}) {
+            if (auto why = reach(address, deadline, *end); !why.empty()) {
+              return why;
+            }
+          }
+          Connection line(std::move(socket)), death_line(std::move(death_socket));
+          Payload hello, death_hello;
+          hello.put(token).put(place.rank);
+          put(hello, self);
+          death_hello.put(token).put(place.rank);
+          line.say(kHello, hello);
+          death_line.say(kDeathSocket, death_hello);
+          // Rank 0 answers when the last rank is there.
+          auto welcome = await(line, deadline, kMostOfAWelcome);
+          if (auto why = why_not_welcome(welcome, deadline); !why.empty()) {
+            return why;
+          }
+          for (int rank = 0; rank < place.size; ++rank) {
+            star.members.push_back(take_member(welcome->words));
+          }
+          tune_line(line, self, star.members[0]);
+          star.lines[0] = std::move(line);
+          star.death_sockets[0] = death_line.take_socket();
+          return {};
+        });
   return star;
 }
 
 // A line to another rank than rank 0.
-Connection reach_other(const KeyValueStore& store, int other, int rank, const Deadline& deadline) {
+Connection reach_other(const KeyValueStore& store, int other, int rank, const std::string& nearest,
+                       const Deadline& deadline) {
   Connection line;
-  visit(store, other, deadline,
+  visit(store, other, deadline, nearest,
         [&](const Address& address, const std::string& token) -> std::string {
           FdOwner socket;
           if (auto why = reach(address, deadline, socket); !why.empty()) {
@@ -347,8 +364,13 @@ void admit_others(Entrance& entrance, const std::vector<int>& ranks, const Deadl
       });
 }
 
-// With whom a rank has lines, beside rank 0: the same for both.
-std::vector<int> partners_of(int rank, const std::vector<Member>& members) {
+bool has(const std::vector<int>& ranks, int rank) {
+  return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
+}
+
+// With whom a rank has lines, beside rank 0, in a group with leaders: the same for both.
+std::vector<int> partners_of(int rank, const std::vector<Member>& members,
+                             const std::vector<std::vector<int>>& hosts) {
   std::set<int> partners;
   for (size_t other = 0; other < members.size(); ++other) {
     if (are_direct(members, rank, static_cast<int>(other))) {
@@ -358,23 +380,19 @@ std::vector<int> partners_of(int rank, const std::vector<Member>& members) {
   const auto add = [&](const std::vector<int>& ranks) {
     partners.insert(ranks.begin(), ranks.end());
   };
-  const auto hosts = ranks_by_leader(members);
-  const auto own = std::find_if(hosts.begin(), hosts.end(), [&](const auto& ranks) {
-    return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
-  });
-  if (own != hosts.end()) {
-    // Rank 0's host has the next leader, too, who is there once rank 0 is not.
-    const auto next = hosts.begin() + 1;
-    if (own->front() != rank) {
-      partners.insert(own == hosts.begin() ? next->front() : own->front());
-    } else {
-      add(*own);
-      for (const auto& ranks : hosts) {
-        partners.insert(ranks.front());
-      }
-      if (own == next) {
-        add(hosts.front());
-      }
+  const auto own = std::find_if(hosts.begin(), hosts.end(),
+                                [rank](const auto& ranks) { return has(ranks, rank); });
+  // Rank 0's host has the next leader, too, who is there once rank 0 is not.
+  const auto next = hosts.begin() + 1;
+  if (own->front() != rank) {
+    partners.insert(own == hosts.begin() ? next->front() : own->front());
+  } else {
+    add(*own);
+    for (const auto& ranks : hosts) {
+      partners.insert(ranks.front());
+    }
+    if (own == next) {
+      add(hosts.front());
     }
   }
   partners.erase(0);
@@ -385,19 +403,32 @@ std::vector<int> partners_of(int rank, const std::vector<Member>& members) {
 // Each connects to those before it; rank 0 has all lines that it needs.
 void meet_others(const KeyValueStore& store, const Place& place, const Deadline& deadline,
                  Connections& met) {
-  const auto partners = place.rank == 0 ? std::vector<int>() : partners_of(place.rank, met.members);
+  const auto hosts = ranks_by_leader(met.members);
+  if (hosts.empty() || place.rank == 0) {
+    return;
+  }
+  const auto partners = partners_of(place.rank, met.members, hosts);
   const auto before = std::lower_bound(partners.begin(), partners.end(), place.rank);
   std::optional<Entrance> entrance;
   if (before != partners.end()) {
     entrance.emplace(store, place.rank);
   }
+  // Where a machine has several networks, that over which rank 0 was reached will do.
+  const std::string nearest = address_of_peer(met.lines[0].fd());
   for (auto other = partners.begin(); other != before; ++other) {
-    met.lines[static_cast<size_t>(*other)] = reach_other(store, *other, place.rank, deadline);
+    met.lines[static_cast<size_t>(*other)] =
+        reach_other(store, *other, place.rank, nearest, deadline);
   }
   if (entrance) {
     admit_others(*entrance, {before, partners.end()}, deadline, met.lines);
   }
-  for (const int other : partners) {
+  // What a link does is seen by those that always say something, the leaders' lines: who is stopped
+  // hears nothing of a message for a while, and its line is as it should be.
+  std::vector<int> leaders;
+  for (const auto& ranks : hosts) {
+    leaders.push_back(ranks.front());
+  }
+  for (const int other : has(leaders, place.rank) ? leaders : std::vector<int>()) {
     const auto rank = static_cast<size_t>(other);
     tune_line(met.lines[rank], met.members[static_cast<size_t>(place.rank)], met.members[rank]);
   }
@@ -425,7 +456,9 @@ std::vector<std::vector<int>> ranks_by_leader(const std::vector<Member>& members
 }
 
 bool are_direct(const std::vector<Member>& members, int one, int other) {
-  const auto network = [&](int rank) { return members[static_cast<size_t>(rank)].network; };
+  const auto network = [&](int rank) -> const std::string& {
+    return members[static_cast<size_t>(rank)].network;
+  };
   return members.size() <= kMostDirect && one != 0 && other != 0 && network(one) != network(other);
 }
 

@@ -34,13 +34,13 @@ std::vector<std::vector<int>> ranks_by_leader(const std::vector<Member>& members
 
 // In a larger group a rank would have too many lines.
 constexpr size_t kMostDirect = 64;
-// Whether two ranks have a line for what nobody else need hear: there is a link between them, and
-// neither is rank 0, which hears everything.
+// Whether two ranks of a group with leaders have a line for what nobody else need hear: there is a
+// link between them, and neither is rank 0, which hears everything.
 bool are_direct(const std::vector<Member>& members, int one, int other);
 
 // What ranks say as they meet; all that comes after a welcome is of protocol.h.
 enum Meets : uint32_t { kHello = 1, kWelcome, kDeathSocket };
-// Where rank 0, or a leader, puts its token, port and addresses into the store.
+// Where a rank puts its token, port and addresses into the store.
 std::string key_of(int rank);
 
 struct Connections {

@@ -3,6 +3,7 @@
 #include <arpa/inet.h>
 #include <ifaddrs.h>
 #include <net/if.h>
+#include <netdb.h>
 #include <netinet/tcp.h>
 #include <poll.h>
 
@@ -116,14 +117,8 @@ milliseconds link_timeout() {
 }
 
 void tune_for_link(int fd) {
-  constexpr int kSeconds = 30;
-  const auto set_option = [fd](int level, int option, int value) {
-    (void)setsockopt(fd, level, option, &value, sizeof(value));
-  };
-  set_option(IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(link_timeout().count()));
-  set_option(SOL_SOCKET, SO_KEEPALIVE, 1);
-  set_option(IPPROTO_TCP, TCP_KEEPIDLE, kSeconds);
-  set_option(IPPROTO_TCP, TCP_KEEPINTVL, kSeconds);
+  const auto value = static_cast<int>(link_timeout().count());
+  (void)setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &value, sizeof(value));
 }
 
 Listening listen_anywhere() {
@@ -162,6 +157,17 @@ FdOwner accept_socket(const FdOwner& listening) {
     tune(socket);
   }
   return socket;
+}
+
+std::string address_of_peer(int fd) {
+  Address peer;
+  peer.length = sizeof(peer.storage);
+  std::array<char, NI_MAXHOST> text{};
+  const bool is_known =
+      getpeername(fd, reinterpret_cast<sockaddr*>(&peer.storage), &peer.length) == 0 &&
+      getnameinfo(peer.get(), peer.length, text.data(), text.size(), nullptr, 0, NI_NUMERICHOST) ==
+          0;
+  return is_known ? text.data() : std::string();
 }
 
 std::string reach(const Address& address, const Deadline& deadline, FdOwner& reached) {

@@ -36,14 +36,15 @@ struct Listening {
 Listening listen_anywhere();
 // Who has come; none where that went wrong.
 FdOwner accept_socket(const FdOwner& listening);
+// Who is at the other end of a connection, as own_addresses() says it; empty: not known.
+std::string address_of_peer(int fd);
 // A connection to whoever listens there, in `reached`; or why there is none.
 std::string reach(const Address& address, const Deadline& deadline, FdOwner& reached);
 
 // For how long what is said to another machine may stay without an acknowledgement of its kernel.
 // Throws std::runtime_error where the setting makes no sense.
 std::chrono::milliseconds link_timeout();
-// Has the kernel end the connection after that time, and see to it that what is between the two
-// machines does not forget one over which little is said.
+// Has the kernel end the connection after that time.
 void tune_for_link(int fd);
 
 }  // namespace c10d_ext

@@ -323,8 +323,40 @@ void leaders_that_lose_each_other_end_the_group() {
       CHECK_HAS(end.why, ends ? "on c, gone)" : "on c, unreachable)");
     }
   }
+  for (const int nobody : {-1, 0, 2, 6}) {
+    Root root(kThree);
+    refused([&] { root.hear(2, kSevered, Payload().put(nobody)); });
+  }
+}
+
+void whose_host_does_not_answer_is_named() {
+  for (const int silent : {2, 4}) {
+    for (const auto& [who, of] : std::vector<std::pair<int, int>>{{2, 4}, {5, 3}}) {
+      Root root(kThree);
+      root.hear(who, kSevered, Payload().put(of));
+      CHECK((root.told(kPing) == std::vector<int>{2, 4}) ||
+            (root.told(kPing) == std::vector<int>{4, 2}));
+      root.hear(6 - silent, kPong, pong(0, {0, 0}));
+      root.look_later();
+      CHECK(root.end().ranks == std::vector<int>{silent});
+    }
+  }
+}
+
+// Its line is closed, as far as the others know.
+void who_has_left_is_not_lost() {
   Root root(kThree);
-  refused([&] { root.hear(2, kSevered, Payload().put(6)); });
+  root.hear(5, kLeaving, Payload().put(0));
+  for (const auto& [who, of] : std::vector<std::pair<int, int>>{{2, 5}, {3, 5}, {5, 2}}) {
+    root.hear(who, kSevered, Payload().put(of));
+    root.look_later();
+  }
+  CHECK(root.told(kOver).empty());
+  // Others may be, which are named.
+  root.hear(3, kSevered, Payload().put(4));
+  root.look_later();
+  CHECK(root.end().kind == Kind::RankLost && root.end().ranks.size() == 2);
+  CHECK_HAS(root.end().why, "unreachable)");
 }
 
 const std::vector<Test> kTests = {
@@ -340,6 +372,8 @@ const std::vector<Test> kTests = {
     TEST(leaders_are_told_once_that_somebody_has_left),
     TEST(what_is_lost_is_told_once_it_is_next),
     TEST(leaders_that_lose_each_other_end_the_group),
+    TEST(whose_host_does_not_answer_is_named),
+    TEST(who_has_left_is_not_lost),
 };
 
 }  // namespace

@@ -2,7 +2,6 @@
 // arguments it runs every test; with arguments, those named.
 
 #include <chrono>
-#include <cstring>
 #include <map>
 #include <optional>
 #include <random>

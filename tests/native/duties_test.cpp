@@ -315,15 +315,16 @@ void what_a_rank_has_sent_is_heard_though_it_leaves() {
       return !stays;
     }));
     CHECK((heard == Kinds{by == 0 ? kPosting : kDelivering, kLeaving}));
-    CHECK(!Agreement::serves(5000ms));
     for (const int peer : {0, 2, 5}) {
+      CHECK(peer == by || Agreement::serves(0ms));  // the others are yet to hear that it leaves
       rank.line(peer).close();
     }
+    CHECK(!Agreement::serves(5000ms));
     leaving.join();
   }
 }
 
-// Rank 0 has them fail for all, but for those who have left, and hears itself of links to its host.
+// Rank 0 has the group end, but for those who have left.
 void rank_0_hears_of_lines_that_are_lost() {
   for (const int self : {1, 3}) {
     for (const bool has_left : {false, true}) {
@@ -339,8 +340,8 @@ void rank_0_hears_of_lines_that_are_lost() {
 
 // Of two hosts, whoever is first to say so.
 void the_same_rank_is_named_for_a_link() {
-  for (const auto& [who, of] :
-       std::vector<std::pair<int, int>>{{2, 4}, {3, 5}, {5, 2}, {4, 3}, {1, 5}}) {
+  for (const auto& [who, of, named] : std::vector<std::tuple<int, int, int>>{
+           {2, 4, 4}, {3, 5, 4}, {5, 2, 4}, {4, 3, 4}, {1, 5, 4}, {1, 3, 2}, {3, 1, 2}}) {
     Rank root(0, kHosts, {1, 2, 3, 4, 5});
     Call call;
     root.call(call);
@@ -350,7 +351,7 @@ void the_same_rank_is_named_for_a_link() {
       return call.has_failed();
     }));
     CHECK(call.failure().kind == ErrorKind::RankLost);
-    CHECK(call.failure().ranks == std::vector<int>{4});
+    CHECK(call.failure().ranks == std::vector<int>{named});
   }
 }
 
@@ -371,6 +372,13 @@ void messages_are_heard_of_who_sends_them() {
   CHECK(!root.heard_by(5));
   leader.say(3, kDelivering, delivery(5));
   CHECK(!leader.heard_by(3) && leader.heard_by(5) == Kinds());
+  // What cannot be done any more leaders say, and ranks to theirs.
+  for (const auto& [self, from, is_right] : std::vector<std::tuple<int, int, bool>>{
+           {3, 2, true}, {3, 4, true}, {3, 5, false}, {2, 3, true}, {2, 1, true}, {2, 5, false}}) {
+    Rank rank(self, kHosts, {0, 1, 2, 3, 4, 5});
+    rank.say(from, kDoomed, number(1));
+    CHECK(rank.heard_by(from).has_value() == is_right);
+  }
 }
 
 // Two long collectives that all ranks of `rank`'s group have called: the first has begun.

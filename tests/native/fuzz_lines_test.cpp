@@ -147,7 +147,7 @@ OtherEnd other_end(uint64_t number, Random& random) {
           static_cast<Delivered>(random.below(3))};
 }
 
-// What leaders pass on.
+// What a sender says to the receiver.
 Payload delivery(int to, uint64_t number, Random& random) {
   Posted send{.number = number,
               .sends = true,

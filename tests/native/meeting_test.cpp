@@ -271,7 +271,23 @@ void the_next_leader_hears_and_tells_what_rank_0_cannot() {
   }
 }
 
+// In groups that are not too large, of several hosts.
+void ranks_on_different_hosts_are_direct() {
+  const auto members = [](size_t count) {
+    std::vector<Member> all(count);
+    for (size_t rank = 0; rank < count; ++rank) {
+      all[rank].network = rank % 2 == 0 ? "a" : "b";
+    }
+    return all;
+  };
+  CHECK(are_direct(members(64), 1, 2) && are_direct(members(64), 63, 2));
+  CHECK(!are_direct(members(65), 1, 2));
+  CHECK(!are_direct(members(64), 1, 3) && !are_direct(members(64), 0, 1));
+  CHECK(!are_direct(members(64), 1, 0));
+}
+
 const std::vector<Test> kTests = {
+    TEST(ranks_on_different_hosts_are_direct),
     TEST(what_a_connection_does_not_take_is_kept),
     TEST(what_is_too_long_behind_another_sentence_is_kept),
     TEST(no_more_is_heard_at_a_time_than_is_allowed),

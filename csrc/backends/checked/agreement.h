@@ -83,7 +83,7 @@ class Agreement {
   // At the end of the process: those it goes on for have `grace`, and messages that wait for their
   // other ends the time that they have.
   static void end_service(Milliseconds grace);
-  // Whether it goes on for others. Waits that long for the end of it.
+  // Whether it goes on for others, or has not said all to them. Waits that long for the end of it.
   static bool serves(Milliseconds within);
 
   // Its number among this rank's; the first is 1.

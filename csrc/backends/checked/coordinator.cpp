@@ -12,6 +12,23 @@ namespace {
 using Clock = Coordinator::Clock;
 using Kind = ErrorKind;
 
+// A rank has lost its line to another one. Both ends of a link say so, and other ranks of theirs:
+// the two that stand for it are the same whoever is first, their leaders. None where that is of no
+// concern: who has left has no lines any more.
+std::vector<int> ends_of_link(const Roster& roster, const RankProgress& progress, int one,
+                              int64_t said) {
+  const auto other = static_cast<int>(said);
+  if (said < 1 || said >= roster.place().size || other == one) {
+    throw std::runtime_error("a line to nobody");
+  }
+  const auto are_there = [&](int a, int b) { return progress.is_there(a) && progress.is_there(b); };
+  if (!are_there(one, other)) {
+    return {};
+  }
+  const int a = roster.leader_of(one), b = roster.leader_of(other);
+  return a != b && are_there(a, b) ? std::vector<int>{a, b} : std::vector<int>{one, other};
+}
+
 }  // namespace
 
 Coordinator::Coordinator(const Roster& roster, Tell tell)
@@ -82,7 +99,9 @@ void Coordinator::hear(int rank, uint32_t kind, Payload& words) {
         messages_.withdraw(rank, number);
         ask({number, kOverdue, what, rank}, awaited_by(rank, kOverdue, number));
       } else if (roster_.has_direct(rank)) {
-        ask({number, kGranted, what, rank}, roster_.all_ranks());
+        auto others = roster_.all_ranks();
+        std::erase_if(others, [&](int r) { return r == rank || !progress_.is_there(r); });
+        ask({number, kGranted, what, rank}, others);
       }
       break;
     }
@@ -92,15 +111,10 @@ void Coordinator::hear(int rank, uint32_t kind, Payload& words) {
       break;
     }
     case kSevered: {
-      const auto peer = words.number();
-      if (peer < 0 || peer >= roster_.place().size) {
-        throw std::runtime_error("a line to nobody");
+      const auto ends = ends_of_link(roster_, progress_, rank, words.number());
+      if (!ends.empty()) {
+        ask({0, kSevered, "", std::max(ends[0], ends[1])}, ends);
       }
-      // It may have ended, of which this one is yet to hear. Else both ends of the link say so, and
-      // other ranks of theirs: the same one is named whoever is first.
-      ask({0, kSevered, "",
-           std::max(roster_.leader_of(rank), roster_.leader_of(static_cast<int>(peer)))},
-          {});
       break;
     }
     case kPong:
@@ -263,8 +277,12 @@ void Coordinator::answer(const Question& question) {
     messages_.answer(question, state_of);
     return;
   }
-  if (question.kind == kSevered && !progress_.has_lost_some()) {
-    lose({question.of}, kUnreachable);
+  if (question.kind == kSevered) {
+    if (!has_ended_) {
+      // A host that is off does not answer, and this one may not have noticed yet.
+      const auto& silent = question.silent;
+      lose({silent.size() == 1 ? *silent.begin() : question.of}, kUnreachable);
+    }
     return;
   }
   if (question.kind == kLate) {

@@ -72,7 +72,11 @@ void Duties::say_goodbye() {
     serve();
     star_.leave(calls_.agreed());
   }
-  star_.linger(kVerdict, [&] { service.remove(&star_); });
+  star_.linger(kVerdict, [&](bool is_heard) {
+    if (is_heard || service.ends_at_once()) {
+      service.remove(&star_);
+    }
+  });
 }
 
 void Duties::settle() {
@@ -119,7 +123,7 @@ void Duties::hear_beside_the_star(int rank, uint32_t kind, Payload& words) {
     if (is_led_by(rank)) {
       participant_.say_count();  // it may have told nobody of this one's last call
     }
-  } else if (kind == kDoomed) {
+  } else if (kind == kDoomed && tells_of_the_end(rank)) {
     last_words_.add(static_cast<uint64_t>(words.number()));
   } else if (relay_ && kind == kCalling) {
     relay_->hear_call(rank, words);
@@ -128,6 +132,11 @@ void Duties::hear_beside_the_star(int rank, uint32_t kind, Payload& words) {
   } else {
     participant_.hear_of_message(rank, kind, words);
   }
+}
+
+bool Duties::tells_of_the_end(int rank) const {
+  // Rank 0's host tells the next one's leader.
+  return roster_.is_leader(rank) || !roster_.is_linked(rank) || roster_.is_beside_root(rank);
 }
 
 bool Duties::is_led_by(int rank) const {
@@ -147,7 +156,7 @@ void Duties::lose(const std::vector<int>& ranks, const std::string& how) {
       if (const auto undone = participant_.undone_by_root()) {
         last_words_.add(*undone);
       }
-    } else if (left_.count(rank) == 0 && (how == kGone || !roster_.is_watched_by_root(rank))) {
+    } else if (left_.count(rank) == 0) {
       say(kSevered, Payload().put(rank));
     }
   }

@@ -57,6 +57,7 @@ class Duties final : private Star::Listener {
   void obey(uint32_t kind, Payload& words);
   void hear_beside_the_star(int rank, uint32_t kind, Payload& words);
   bool is_led_by(int rank) const;
+  bool tells_of_the_end(int rank) const;
   void lose(const std::vector<int>& ranks, const std::string& how) override;
 
   // To rank 0, which may be this one.

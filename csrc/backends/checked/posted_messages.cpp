@@ -133,7 +133,9 @@ void PostedMessages::answer(const Question& question,
   const bool is_granted = question.kind == kGranted;
   auto ranks = is_granted ? roster_.all_ranks() : awaited_by(question.of, question.seq);
   if (is_granted) {
-    std::erase_if(ranks, [&](int rank) { return !is_stuck(state_of(rank)); });
+    std::erase_if(ranks, [&](int rank) {
+      return rank == question.of || !progress_.is_there(rank) || !is_stuck(state_of(rank));
+    });
   }
   const Difference why{"the " + question.why + ", got no answer from " +
                            (ranks.empty() ? "any rank" : roster_.describe(ranks, state_of)),

@@ -19,8 +19,8 @@ inline bool is_stuck(const std::string& state) {
 }
 
 // Something is the matter with collective `seq`, or message `seq` of rank `of`, or rank `of` asks
-// about one of them (kGranted: its data, which leaders have, does not come); or a leader has lost
-// rank `of`.
+// about one of them (kGranted: its data does not come); or a rank has lost its line to another one,
+// and `of` is one of the two, or leads it.
 struct Question {
   uint64_t seq;
   Says kind;

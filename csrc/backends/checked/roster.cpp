@@ -41,8 +41,11 @@ int Roster::leader_of(int rank) const {
 }
 
 bool Roster::has_direct(int rank) const {
-  const auto all = all_ranks();
-  return std::any_of(all.begin(), all.end(), [&](int other) { return are_direct(rank, other); });
+  bool has_some = false;
+  for (int other = 0; other < place_.size && !has_some; ++other) {
+    has_some = are_direct(rank, other);
+  }
+  return has_some;
 }
 
 bool Roster::is_leader(int rank) const {

@@ -40,13 +40,17 @@ class Roster {
   const std::vector<int>& own_host() const {
     return own_host_;
   }
+  // Whether it is another rank of rank 0's host.
+  bool is_beside_root(int rank) const {
+    return rank != 0 && !hosts_.empty() && member(rank).network == member(0).network;
+  }
   // Whether rank 0 itself hears that the link to it is down: one of the two is on rank 0's host.
   bool is_watched_by_root(int rank) const {
     return is_beside_root(rank) || is_beside_root(place_.rank);
   }
   // Whether they have a line for their messages.
   bool are_direct(int one, int other) const {
-    return c10d_ext::are_direct(members_, one, other);
+    return !hosts_.empty() && c10d_ext::are_direct(members_, one, other);
   }
   // Whether it has one to anybody.
   bool has_direct(int rank) const;
@@ -56,7 +60,7 @@ class Roster {
   bool calls_by_leader(int rank) const {
     return !hosts_.empty() && member(rank).network != member(0).network;
   }
-  // Of a group whose hosts have leaders.
+  // Itself in a group without leaders.
   int leader_of(int rank) const;
   std::vector<int> leaders() const;
   int pid(int rank) const {
@@ -68,9 +72,6 @@ class Roster {
                        const std::function<std::string(int)>& state) const;
 
  private:
-  bool is_beside_root(int rank) const {
-    return rank != 0 && member(rank).network == member(0).network;
-  }
   const Member& member(int rank) const {
     return members_[static_cast<size_t>(rank)];
   }

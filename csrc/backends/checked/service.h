@@ -1,7 +1,7 @@
 #pragma once
 
-// The agreements of this process that go on for other ranks after it has left, as rank 0 or a
-// leader. No torch in here.
+// The agreements of this process that go on after it has left: rank 0's for the other ranks, and
+// each one until the others have what it has said. No torch in here.
 
 #include <atomic>
 #include <chrono>

@@ -295,12 +295,11 @@ void Star::leave(uint64_t after) {
 }
 
 // A connection closed with words in it that nobody has read takes back what was said last.
-void Star::linger(Milliseconds limit, const std::function<void()>& has_said_all) {
+void Star::linger(Milliseconds limit, const std::function<void(bool is_heard)>& look) {
   std::vector<bool> is_said(lines_.size());
-  bool is_all_said = false;
   for (const auto until = Clock::now() + limit; Clock::now() < until;) {
     std::vector<pollfd> fds;
-    bool is_some_unsaid = false;
+    bool is_heard = true;
     for (size_t i = 0; i < lines_.size(); ++i) {
       auto& line = lines_[i];
       if (!line.is_open()) {
@@ -319,20 +318,16 @@ void Star::linger(Milliseconds limit, const std::function<void()>& has_said_all)
       if (line.is_open()) {
         const int events = POLLIN | (line.has_unsent() ? POLLOUT : 0);
         fds.push_back({line.fd(), static_cast<short>(events), 0});
-        is_some_unsaid |= line.has_unsent();
+        is_heard &= is_said[i] && !line.is_on_its_way();
       }
     }
-    if (!is_some_unsaid && !std::exchange(is_all_said, true)) {
-      has_said_all();
-    }
+    look(is_heard);
     if (fds.empty()) {
       break;
     }
-    ::poll(fds.data(), fds.size(), 100);
+    ::poll(fds.data(), fds.size(), is_heard ? 100 : 5);  // nothing wakes for an acknowledgement
   }
-  if (!is_all_said) {
-    has_said_all();
-  }
+  look(true);
 }
 
 }  // namespace c10d_ext

@@ -60,9 +60,6 @@ class Star {
   Ready everything() const;
   // Tells the listener of it.
   void take_in(const Ready& ready);
-  bool has_line(int rank) const {
-    return lines_[static_cast<size_t>(rank)].is_open();
-  }
   // Says it to a rank; to one that is lost, nothing.
   void say(int rank, Says kind, const Payload& words);
   Clock::time_point next_beat() const {
@@ -74,9 +71,10 @@ class Star {
   // Says that this rank leaves, and after which collective; the others do not take its end for a
   // loss.
   void leave(uint64_t after);
-  // Until the others have heard what was said last, or have had `limit` for it. `has_said_all` is
-  // called once the process may end: what is left is with its kernel.
-  void linger(std::chrono::milliseconds limit, const std::function<void()>& has_said_all);
+  // Until the others have heard what was said last, or have had `limit` for it. Calls `look` now
+  // and then: `is_heard`, their kernels have all of it, or the limit is over. A process that ends
+  // before takes it back.
+  void linger(std::chrono::milliseconds limit, const std::function<void(bool is_heard)>& look);
 
  private:
   static constexpr uint64_t kWoken = uint64_t{1} << 32;
