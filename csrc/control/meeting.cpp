@@ -199,11 +199,8 @@ std::optional<Frame> await(Connection& line, const Deadline& deadline, size_t li
 
 // How much of the two is the same, from the beginning.
 size_t common(const std::string& one, const std::string& other) {
-  const size_t length = std::min(one.size(), other.size());
-  return static_cast<size_t>(
-      std::mismatch(one.begin(), one.begin() + static_cast<std::ptrdiff_t>(length), other.begin())
-          .first -
-      one.begin());
+  const auto end = std::mismatch(one.begin(), one.end(), other.begin(), other.end()).first;
+  return static_cast<size_t>(end - one.begin());
 }
 
 // The other side of an Entrance: tries the addresses of `rank` until `attempt` says nothing, which

@@ -1,5 +1,5 @@
-// Messages that ranks say to each other, while rank 0 hears of both ends. Run without
-// arguments it runs every test; with arguments, those named.
+// Messages that ranks say to each other, while rank 0 hears of both ends. Run without arguments it
+// runs every test; with arguments, those named.
 
 #include <chrono>
 #include <map>

@@ -70,8 +70,8 @@ class Group {
     say({rank, 0}, kLeaving, Payload().put(0));
   }
 
-  using Route =
-      std::pair<int, int>;  // from and to; what ranks say to each other is on one of its own
+  // From and to; what other ranks than rank 0 say to each other is on one of its own.
+  using Route = std::pair<int, int>;
   static Route direct(int from, int to) {
     return {from, to + size()};
   }

@@ -1,11 +1,10 @@
 #pragma once
 
 // What this rank hears of messages to it by who sends them, before rank 0 says that they are
-// granted.
-// Messages from one rank with one tag are received in the order in which they are sent, so that
-// this rank knows itself which of its receives rank 0 will match with one, and needs not wait for
-// the word: unless it may be given up, does not fit, or a receive from any source comes before. Not
-// for several threads at once. No torch in here.
+// granted. Messages from one rank with one tag are received in the order in which they are sent, so
+// that this rank knows itself which of its receives rank 0 will match with one, and needs not wait
+// for the word: unless it may be given up, does not fit, or a receive from any source comes before.
+// Not for several threads at once. No torch in here.
 
 #include <cstddef>
 #include <cstdint>
