@@ -7,6 +7,7 @@ import importlib
 import itertools
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -327,6 +328,35 @@ def sends_and_ends() -> None:
     _say(ended=time.time())
 
 
+def messages_with_one_that_stops() -> None:
+    """Rank 1 has messages to and from the last rank, which has stopped: little and large ones."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    dist.barrier()
+    store = dist.distributed_c10d._get_default_store()
+    if rank == last:
+        store.set("stopped", "")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    store.wait(["stopped"], TIMEOUT)
+    if rank == 1:
+        said = []
+        tensors = [torch.zeros(count) for count in (1000, 1000, 300_000, 300_000)]
+        starts = (dist.isend, dist.irecv) * 2
+        works = [starts[tag](tensor, last, tag=tag) for tag, tensor in enumerate(tensors)]
+        for work in works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                ranks = list(getattr(error, "ranks", []))
+                said.append({"kind": type(error).__name__, "ranks": ranks, "text": str(error)})
+        _say(said=said)
+        store.set("over", "")
+    elif rank == 0:
+        store.wait(["over"], 5 * TIMEOUT)
+        _say(over=True)
+    sys.stdout.flush()
+    os._exit(0)
+
+
 def _until_it_fails(call: Callable[[], None]) -> None:
     dist.all_reduce(torch.ones(1))
     _say(ready=os.getpid())
@@ -477,6 +507,7 @@ def main() -> None:
         "ends_after_a_large_one": ends_after_a_large_one,
         "random_calls": random_calls,
         "sends_and_ends": sends_and_ends,
+        "messages_with_one_that_stops": messages_with_one_that_stops,
     }[sys.argv[1]]()
 
 

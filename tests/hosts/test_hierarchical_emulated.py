@@ -276,6 +276,18 @@ def test_a_host_that_is_stopped_is_named_at_the_timeout(tmp_path: Path) -> None:
             assert "on host1, silent)" in said["text"], said
 
 
+def test_messages_of_a_rank_that_is_stopped_name_it(tmp_path: Path) -> None:
+    """Neither it nor who waits for it is on rank 0's host."""
+    scenario = "messages_with_one_that_stops"
+    with _ranks((0, 1, 2), scenario, tmp_path, TEST_TIMEOUT="4") as ranks:
+        said = ranks.result(1)["said"]
+        assert [(one["kind"], one["ranks"]) for one in said] == [("CollectiveTimeout", [2])] * 4
+        for tag, one in enumerate(said):
+            assert f"the message with tag {tag} must be done within 4 s" in one["text"], one
+            assert "on host2, silent)" in one["text"], one
+        assert ranks.result(0) == {"over": True}
+
+
 @pytest.mark.parametrize("engine", ["gloo", "mpi"])
 def test_random_calls_over_a_network_that_loses_frames(engine: str, tmp_path: Path) -> None:
     settings = {"TEST_CALLS": str(CALLS), "TORCH_C10D_EXT_SHM_BETWEEN_HOSTS": engine}

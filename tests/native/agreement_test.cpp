@@ -463,6 +463,40 @@ void so_much_goes_with_words() {
   }
 }
 
+// More than have lines of their own between hosts: rank 0 brings little messages.
+void many_ranks_have_messages_and_collectives() {
+  constexpr int kMany = 66;
+  std::vector<std::string> machines;
+  for (int rank = 0; rank < kMany; ++rank) {
+    machines.push_back("machine " + std::to_string(rank % 3));
+  }
+  Ranks ranks(machines);
+  for (const auto& [from, to] : std::vector<std::pair<int, int>>{{1, 65}, {64, 2}, {65, 0}}) {
+    constexpr auto kFew = static_cast<int64_t>(kLittleOnDetour / 4);
+    CHECK(ranks[from].most_with_words(to) == (to == 0 ? kLittleMessage : kLittleOnDetour));
+    End little, taken, large, begun;
+    post_little(ranks, from, to, little, 'm', 0, kFew);
+    post_receive(ranks, to, from, taken, 0, kFew);
+    CHECK(taken.data() == std::string(kLittleOnDetour, 'm') && little.peer() == to);
+    post_little(ranks, from, to, large, 'l', 0, kFew + 1);
+    post_receive(ranks, to, -1, begun, 0, kFew + 1);
+    CHECK(begun.peer() == from && begun.data().has_value() == (to == 0) && large.peer() == to);
+  }
+  std::vector<Call> calls(kMany);
+  for (int rank = 0; rank < kMany; ++rank) {
+    auto data = std::to_string(rank);
+    ranks[rank].call(calls[static_cast<size_t>(rank)].operation(summed(6), std::move(data)));
+  }
+  for (auto& call : calls) {
+    CHECK(call.begun() == 1);
+    const auto received = call.received();
+    CHECK(received.size() == kMany);
+    for (size_t rank = 0; rank < received.size(); ++rank) {
+      CHECK(received[rank] == std::to_string(rank));
+    }
+  }
+}
+
 void who_waits_for_a_message_takes_in_what_comes() {
   Ranks ranks(3);
   for (const auto& [from, to] : kPairs) {
@@ -1004,6 +1038,7 @@ const std::vector<Test> kTests = {
     TEST(what_is_done_is_said_at_once),
     TEST(so_many_are_told_by_one),
     TEST(so_much_goes_with_words),
+    TEST(many_ranks_have_messages_and_collectives),
     TEST(who_waits_for_a_message_takes_in_what_comes),
     TEST(from_anybody_the_first_to_send_is_taken),
     TEST(messages_that_do_not_fit_are_denied_at_both_ends),

@@ -188,29 +188,31 @@ void a_silent_receiver_takes_it_later_or_lets_go() {
   }
 }
 
-// Its sender has it, but stands still.
+// Its sender has it, but stands still. It is named, and no other rank that does not answer either.
 void data_that_does_not_come_is_late() {
-  Group group;
-  auto& received = group.receive(3, 1, 6, 4, 0ms);
-  group.hear_all({3, 0});
-  auto& sent = group.send(1, 3, 6, "data");
-  group.hear_all({1, 0});
-  group.hear_all({0, 3});
-  group.hear_all({0, 1});
-  CHECK(is_over(sent) && received.ends == 0);
-  group.look(3);
-  group.hear_all({3, 0});
-  group.answer();
-  group.hear_all({0, 3});
-  CHECK(has_timed_out(received));
-  CHECK_HAS(received.failure->text,
-            "recv: the message with tag 6 must be done within 0 s, got no "
-            "answer from rank");
-  group.hear_everything();
-  CHECK(received.ends == 1);
-  group.send(1, 3, 6, "next");
-  CHECK(group.receive(3, 1, 6, 4).ends == 0);
-  group.hear_everything();
+  for (const bool from_any : {false, true}) {
+    Group group;
+    auto& received = group.receive(3, from_any ? -1 : 1, 6, 4, 0ms);
+    group.hear_all({3, 0});
+    auto& sent = group.send(1, 3, 6, "data");
+    group.hear_all({1, 0});
+    group.hear_all({0, 3});
+    group.hear_all({0, 1});
+    CHECK(is_over(sent) && received.ends == 0);
+    group.look(3);
+    group.hear_all({3, 0});
+    group.answer();
+    group.hear_all({0, 3});
+    CHECK(has_timed_out(received));
+    CHECK_HAS(received.failure->text,
+              "recv: the message with tag 6 must be done within 0 s, got no answer from rank 1 (");
+    CHECK((received.failure->ranks == std::vector{1}));
+    group.hear_everything();
+    CHECK(received.ends == 1);
+    group.send(1, 3, 6, "next");
+    CHECK(group.receive(3, 1, 6, 4).ends == 0);
+    group.hear_everything();
+  }
 }
 
 void what_a_rank_that_left_has_sent_is_let_go() {

@@ -1,5 +1,5 @@
 // What ranks say to each other over lines, changed at random: whoever hears it takes it, or throws
-// std::runtime_error, and does nothing else. C10D_EXT_FUZZ_SECONDS: for how long.
+// std::runtime_error, and does nothing else.
 
 #include <sys/socket.h>
 #include <unistd.h>
@@ -8,286 +8,32 @@
 #include <array>
 #include <chrono>
 #include <cstdint>
-#include <cstdlib>
-#include <limits>
 #include <memory>
 #include <optional>
-#include <random>
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "backends/checked/coordinator.h"
+#include "backends/checked/duties.h"
 #include "backends/checked/open_calls.h"
 #include "backends/checked/participant.h"
 #include "backends/checked/protocol.h"
 #include "backends/checked/relay.h"
 #include "backends/checked/roster.h"
 #include "control/connection.h"
+#include "fuzz.h"
 #include "program.h"
 
 using namespace c10d_ext;
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
-constexpr int kRanks = 6;  // two on each host
-
-class Random {
- public:
-  explicit Random(uint64_t seed) : engine_(seed) {}
-  int64_t below(int64_t limit) {
-    return static_cast<int64_t>(engine_() % static_cast<uint64_t>(limit));
-  }
-  bool one_in(int64_t times) {
-    return below(times) == 0;
-  }
-  // Small ones, those at the ends of ranges, and any.
-  int64_t number() {
-    constexpr int64_t kMin = std::numeric_limits<int64_t>::min();
-    constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
-    const std::vector<int64_t> all{0,
-                                   1,
-                                   -1,
-                                   2,
-                                   3,
-                                   4,
-                                   5,
-                                   7,
-                                   255,
-                                   256,
-                                   65536,
-                                   INT32_MAX,
-                                   kMin,
-                                   kMax,
-                                   kMin + 1,
-                                   kMax - 1,
-                                   INT32_MIN,
-                                   UINT32_MAX,
-                                   static_cast<int64_t>(engine_())};
-    return all[static_cast<size_t>(below(static_cast<int64_t>(all.size())))];
-  }
-  std::string text() {
-    std::string text;
-    for (int64_t left = below(40); left > 0; --left) {
-      text += static_cast<char>(below(256));
-    }
-    return text;
-  }
-  // At times as much as is attached.
-  std::string data() {
-    return (one_in(4) ? std::string(static_cast<size_t>(4090 + below(20)), 'x') : "") + text();
-  }
-
- private:
-  std::mt19937_64 engine_;
-};
-
-std::string changed(std::string bytes, Random& random) {
-  for (int64_t changes = random.below(4); changes > 0; --changes) {
-    const auto at =
-        bytes.empty() ? 0 : static_cast<size_t>(random.below(static_cast<int64_t>(bytes.size())));
-    switch (random.below(5)) {
-      case 0:
-        if (!bytes.empty()) {
-          bytes[at] = static_cast<char>(random.below(256));
-        }
-        break;
-      case 1:
-        bytes.resize(at);
-        break;
-      case 2:
-        bytes += random.text();
-        break;
-      case 3:
-        if (const size_t word = at / 8 * 8; word + 8 <= bytes.size()) {
-          const int64_t number = random.number();
-          std::memcpy(bytes.data() + word, &number, sizeof(number));
-        }
-        break;
-      default:
-        bytes.insert(at, random.text());
-        break;
-    }
-  }
-  return bytes;
-}
-
-Payload changed(const Payload& words, Random& random) {
-  std::string attached;
-  for (const auto& piece : words.attached()) {
-    attached += piece;
-  }
-  return Payload(changed(words.words(), random), changed(attached, random));
-}
-
-std::vector<int64_t> sizes(Random& random) {
-  return std::vector<int64_t>(static_cast<size_t>(random.one_in(3) ? random.below(9) : kRanks),
-                              random.below(100));
-}
-
-// Of a rank: the same for all, or parts.
-Contribution given(Random& random) {
-  const std::string bytes = random.data();
-  if (random.one_in(2)) {
-    return Contribution(bytes);
-  }
-  std::vector<int64_t> parts(kRanks);
-  for (auto left = static_cast<int64_t>(bytes.size()); auto& part : parts) {
-    part = &part == &parts.back() ? left : random.below(left + 1);
-    left -= part;
-  }
-  return {bytes, parts};
-}
-
-// Of a message that is about the last of its rank.
-OtherEnd other_end(uint64_t number, Random& random) {
-  return {static_cast<int>(random.below(kRanks)), number - static_cast<uint64_t>(random.below(3)),
-          static_cast<Delivered>(random.below(3))};
-}
-
-// What a sender says to the receiver.
-Payload delivery(int to, uint64_t number, Random& random) {
-  Posted send{.number = number,
-              .sends = true,
-              .peer = to,
-              .tag = random.below(3),
-              .bytes = static_cast<uint64_t>(random.below(3))};
-  if (!random.one_in(4)) {
-    send.data = std::string(send.bytes, 'x');
-  }
-  return encoded_delivery(send);
-}
-
-// A sentence that makes sense, of a rank whose next call and message are `seq` and `number`.
-Payload sentence(uint32_t kind, uint64_t seq, uint64_t number, Random& random) {
-  switch (kind) {
-    case kCalling: {
-      Fingerprint called;
-      called.op_type = OpType::Barrier;
-      called.unit = "float32";
-      if (random.one_in(2)) {  // often alike on all ranks
-        return encoded(Calling{called, given(random), seq});
-      }
-      called.op_type = static_cast<OpType>(random.below(12));
-      called.reduce_op = static_cast<ReduceOp>(random.below(10));
-      called.root = static_cast<int>(random.below(kRanks + 1)) - 1;
-      called.count = random.below(10);
-      if (random.one_in(2)) {
-        called.sends = sizes(random);
-        called.expects = sizes(random);
-        called.is_uneven = true;
-      }
-      return encoded(
-          Calling{called, random.one_in(2) ? std::optional(given(random)) : std::nullopt, seq});
-    }
-    case kPosting: {
-      Posted posted{.sends = random.one_in(2),
-                    .peer = static_cast<int>(random.below(kRanks + 1)) - 1,
-                    .tag = random.below(3),
-                    .bytes = static_cast<uint64_t>(random.below(3)),
-                    .dtype = static_cast<DType>(random.below(21))};
-      if (posted.sends && random.one_in(2)) {
-        posted.data = std::string(posted.bytes, 'x');
-      } else if (posted.sends) {
-        posted.delivered = static_cast<Delivered>(random.below(3));
-      }
-      return encoded(posted).put(static_cast<int64_t>(number));
-    }
-    case kWithdrawn: {
-      Payload words;
-      return put(words, other_end(number, random));
-    }
-    default:
-      return Payload().put(random.below(5)).put(random.text()).put(random.below(5));
-  }
-}
-
-// Of all ranks, as it comes with the word to go.
-Payload all_data(Random& random) {
-  std::vector<Contribution> data;
-  for (int rank = 0; rank < kRanks; ++rank) {
-    data.push_back(given(random));
-  }
-  Payload words;
-  return put_all_of(words, data, static_cast<int>(random.below(kRanks)));
-}
-
-std::vector<Member> members() {
-  std::vector<Member> all;
-  for (int rank = 0; rank < kRanks; ++rank) {
-    const auto host = "host " + std::to_string(rank / 2);
-    all.push_back({this_process(), host, host, host});
-  }
-  return all;
-}
+using namespace fuzz;
 
 constexpr int kSelf = 3;
-
-// What rank 0 says to rank `kSelf`, or another rank.
-Payload word(uint32_t kind, uint64_t number, Random& random) {
-  switch (kind) {
-    case kGo: {
-      const auto data = random.one_in(2) ? all_data(random) : Payload().put(0);
-      return Payload().put(static_cast<int64_t>(number)).put(data);
-    }
-    case kGranted: {
-      Payload words;
-      put(words.put(static_cast<int64_t>(number)), other_end(number, random));
-      put_data(words, random.one_in(2) ? std::optional<SharedBytes>(random.data()) : std::nullopt);
-      return words;
-    }
-    case kDelivering:
-      return delivery(kSelf, number, random);
-    case kTaken:
-      return Payload().put(static_cast<int64_t>(number));
-    case kWithdraw: {
-      Payload words;
-      return put(words, other_end(number, random)).put(random.below(3));
-    }
-    case kWanted:
-      return encoded_wanted({.rank = static_cast<int>(random.below(kRanks)),
-                             .number = number,
-                             .peer = kSelf,
-                             .tag = random.below(3),
-                             .bytes = static_cast<uint64_t>(random.below(3))});
-    case kUnwanted:
-      return Payload()
-          .put(random.below(kRanks))
-          .put(random.below(3))
-          .put(static_cast<int64_t>(number));
-    case kDenied: {
-      Payload words = Payload().put(static_cast<int64_t>(number)).put(random.below(6));
-      return put(words.put(random.text()).put(std::vector<int>{1}), other_end(number, random));
-    }
-    case kOver:
-      return encoded(
-          End{ErrorKind::RankLost, {static_cast<int>(random.below(kRanks))}, "gone", kDataGrace});
-    default:
-      return Payload()
-          .put(static_cast<int64_t>(number))
-          .put(random.text())
-          .put(std::vector<int>{1});
-  }
-}
-
-double seconds() {
-  const char* text = std::getenv("C10D_EXT_FUZZ_SECONDS");
-  return text != nullptr ? std::atof(text) : 1.0;
-}
-
-// Or not all has happened that is to happen.
-bool is_time_left(Clock::time_point began, bool has_all_happened = true) {
-  const auto passed = Clock::now() - began;
-  return std::chrono::duration<double>(passed).count() < seconds() / 5 ||
-         (!has_all_happened && passed < kLong);
-}
-
-uint64_t seed() {
-  const char* text = std::getenv("C10D_EXT_FUZZ_SEED");
-  return text != nullptr ? std::strtoull(text, nullptr, 10) : 1;
-}
 
 void a_coordinator_takes_anything() {
   Random random(seed());
@@ -441,7 +187,7 @@ void a_rank_takes_anything() {
       const auto last = kind == kGo ? called : posted;
       const auto number = last - static_cast<uint64_t>(random.below(4));
       const bool is_changed = random.one_in(4);
-      Payload words = word(kind, number, random);
+      Payload words = word(kind, number, kSelf, random);
       if (is_changed) {
         words = changed(words, random);
       }
@@ -468,6 +214,124 @@ void a_rank_takes_anything() {
   CHECK(taken > 0 && refused > 0 && begun > 0 && over > 0 && failed > 0);
   std::printf("rank: %llu taken, %llu refused\n", static_cast<unsigned long long>(taken),
               static_cast<unsigned long long>(refused));
+}
+
+std::pair<Connection, Connection> connected() {
+  std::array<int, 2> ends{};
+  CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends.data()) == 0);
+  const ForkGuard guard;
+  return {Connection(FdOwner(ends[0], guard)), Connection(FdOwner(ends[1], guard))};
+}
+
+// What another rank may well say to rank `self`.
+uint32_t likely(int from, int self, Random& random) {
+  if (random.one_in(8)) {
+    return static_cast<uint32_t>(14 + random.below(33));
+  }
+  if (self == 0) {
+    return random.one_in(2) ? kCalling : kPosting;
+  }
+  if (from == 0) {
+    return random.one_in(2) ? kGranted : random.one_in(2) ? kGo : kWanted;
+  }
+  const bool leads = self % 2 == 0;
+  if (from / 2 == self / 2) {
+    return leads ? kCalling : kGo;
+  }
+  return leads && from % 2 == 0 && random.one_in(2) ? kRelaying
+         : random.one_in(3)                         ? kTaken
+                                                    : kDelivering;
+}
+
+// Rank 0, a leader or another rank, with calls and messages of its own: over the lines it has.
+// Whoever says what makes no sense is lost.
+void a_rank_with_lines_takes_anything() {
+  Random random(seed() + 5);
+  const auto began = Clock::now();
+  uint64_t said = 0, lost = 0, begun = 0, over = 0, failed = 0;
+  const auto has_all_happened = [&] { return lost > 0 && begun > 0 && over > 0 && failed > 0; };
+  while (is_time_left(began, has_all_happened())) {
+    constexpr std::array<int, 3> kSelves{0, 2, 3};
+    const int self = kSelves[static_cast<size_t>(random.below(3))];
+    const Roster roster({self, kRanks, "test"}, members());
+    std::vector<Connection> lines(kRanks), others(kRanks);
+    for (size_t rank = 0; rank < kRanks; ++rank) {
+      if (static_cast<int>(rank) != self) {
+        std::tie(lines[rank], others[rank]) = connected();
+      }
+    }
+    OpenCalls calls(roster, std::chrono::seconds(1));
+    Duties duties(roster, calls, std::move(lines), {}, {});
+    std::vector<uint64_t> seq(kRanks, 1), number(kRanks, 1);
+    const auto call = [&](std::optional<int64_t> tag) {
+      OpenCall one{"op", tag, kLong, [&](uint64_t) { ++begun; }, [&](const Failure&) { ++failed; }};
+      if (tag || random.one_in(2)) {
+        one.receive = [&](uint64_t, const auto&) { ++over; };
+      }
+      return one;
+    };
+    for (int i = 0; i < 100; ++i) {
+      if (random.one_in(3)) {
+        Calling mine;
+        mine.called.op_type = OpType::Barrier;
+        mine.called.unit = "float32";
+        calls.enter(std::move(mine), call(std::nullopt));
+        ++seq[static_cast<size_t>(self)];
+      } else if (random.one_in(2)) {
+        const auto peer = (self + 1 + static_cast<int>(random.below(kRanks - 1))) % kRanks;
+        Posted end{.sends = random.one_in(2),
+                   .peer = peer,
+                   .tag = random.below(3),
+                   .bytes = static_cast<uint64_t>(random.below(3))};
+        if (!end.sends && random.one_in(4)) {
+          end.peer = -1;
+        }
+        auto message = call(end.tag);
+        if (end.sends && random.one_in(2)) {
+          end.data = std::string(end.bytes, 'x');
+        }
+        calls.enter_message(std::move(end), std::move(message));
+        ++number[static_cast<size_t>(self)];
+      }
+      const auto from = static_cast<int>(random.below(kRanks));
+      auto& line = others[static_cast<size_t>(from)];
+      if (line.is_open()) {
+        const auto f = static_cast<size_t>(from), s = static_cast<size_t>(self);
+        const uint32_t kind = likely(from, self, random);
+        Payload words;
+        if (self == 0 || kind == kCalling) {
+          words = sentence(kind, seq[f], number[f], random);
+        } else if (kind == kRelaying) {
+          words = of_host(from / 2 * 2, seq[s] - 1, random);
+        } else if (kind == kDelivering) {
+          words = word(kind, number[f], self, random);
+        } else {
+          const auto last = (kind == kGo ? seq : number)[s];
+          words = word(kind, last - static_cast<uint64_t>(random.below(3)), self, random);
+        }
+        seq[f] += kind == kCalling;
+        number[f] += kind == kPosting || kind == kDelivering;
+        line.say(kind, random.one_in(30) ? changed(words, random) : words);
+        ++said;
+      }
+      duties.work(duties.star().everything());
+      for (auto& other : others) {
+        if (other.is_open() && !other.listen(size_t{1} << 20)) {
+          other.close();
+          ++lost;
+        }
+        while (other.next()) {
+        }
+      }
+    }
+    for (auto& left : calls.close()) {
+      left.call.fail(left.failure);
+    }
+  }
+  CHECK(has_all_happened());
+  std::printf("lines: %llu said, %llu lost, %llu begun, %llu over\n",
+              static_cast<unsigned long long>(said), static_cast<unsigned long long>(lost),
+              static_cast<unsigned long long>(begun), static_cast<unsigned long long>(over));
 }
 
 void words_are_taken_apart_or_refused() {
@@ -523,12 +387,7 @@ void a_line_takes_anything() {
   constexpr size_t kLimit = 8192;
   uint64_t heard = 0, ended = 0;
   while (is_time_left(began)) {
-    int ends[2];
-    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) == 0);
-    Connection line([&] {
-      const ForkGuard guard;
-      return FdOwner(ends[0], guard);
-    }());
+    auto [line, end] = connected();
     bool stays = true;
     for (int i = 0; stays && i < 50; ++i) {
       std::string bytes;
@@ -547,7 +406,7 @@ void a_line_takes_anything() {
       if (random.one_in(6)) {
         bytes = changed(bytes, random);
       }
-      if (::send(ends[1], bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT) <= 0 &&
+      if (::send(end.fd(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT) <= 0 &&
           !bytes.empty()) {
         break;
       }
@@ -562,14 +421,16 @@ void a_line_takes_anything() {
       }
     }
     ended += !stays;
-    ::close(ends[1]);
   }
   CHECK(heard > 0 && ended > 0);
 }
 
 const std::vector<Test> kTests = {
-    TEST(a_coordinator_takes_anything), TEST(a_leader_takes_anything),
-    TEST(a_rank_takes_anything),        TEST(words_are_taken_apart_or_refused),
+    TEST(a_coordinator_takes_anything),
+    TEST(a_leader_takes_anything),
+    TEST(a_rank_takes_anything),
+    TEST(a_rank_with_lines_takes_anything),
+    TEST(words_are_taken_apart_or_refused),
     TEST(a_line_takes_anything),
 };
 

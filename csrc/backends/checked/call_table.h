@@ -37,6 +37,14 @@ struct OpenCall {
   bool is_long = false;  // this rank says when it is done
 };
 
+// What rank 0 is asked about.
+struct LateCall {
+  Says kind;
+  uint64_t seq;
+  std::string what;
+  std::optional<int> sender{};  // whose message does not come, where that is known
+};
+
 class CallTable {
  public:
   using Clock = std::chrono::steady_clock;
@@ -51,12 +59,7 @@ class CallTable {
     Failure failure;
   };
   struct Late {
-    struct Question {
-      Says kind;
-      uint64_t seq;
-      std::string what;
-    };
-    std::vector<Question> questions;  // to rank 0
+    std::vector<LateCall> questions;  // to rank 0
     std::string unanswered;           // what rank 0 says nothing about
   };
 

@@ -95,13 +95,13 @@ void Coordinator::hear(int rank, uint32_t kind, Payload& words) {
     case kOverdue: {
       const auto number = static_cast<uint64_t>(words.number());
       const auto what = words.text();
+      const auto from = take_rank_or_none(words, roster_.place().size);
       if (messages_.waits(rank, number)) {
         messages_.withdraw(rank, number);
         ask({number, kOverdue, what, rank}, awaited_by(rank, kOverdue, number));
       } else if (roster_.has_direct(rank)) {
-        auto others = roster_.all_ranks();
-        std::erase_if(others, [&](int r) { return r == rank || !progress_.is_there(r); });
-        ask({number, kGranted, what, rank}, others);
+        const auto of = from < 0 ? std::vector<int>() : std::vector{from};
+        ask({number, kGranted, what, rank, of}, of);
       }
       break;
     }

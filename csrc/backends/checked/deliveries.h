@@ -39,8 +39,8 @@ class Deliveries {
   void post(const Posted& receive);
   // What a sender says. Throws std::runtime_error where that makes no sense.
   void add(Posted send);
-  // This rank has asked rank 0 to give the receive up.
-  void doubt(uint64_t number);
+  // This rank asks rank 0 to give the receive up. Whose message it waits for, where that is known.
+  std::optional<int> doubt(uint64_t number);
   // Rank 0 has granted it a message. Whether to begin it by that: its data comes another way.
   // Throws std::runtime_error where that is none that it can be.
   bool grant(uint64_t number, const OtherEnd& send);

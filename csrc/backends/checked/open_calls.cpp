@@ -182,9 +182,9 @@ OpenCalls::Late OpenCalls::take_late(Clock::time_point now,
                                      const std::function<bool()>& is_root_stopped) {
   const std::lock_guard lock(mutex_);
   auto late = table_.take_late(now, is_root_stopped);
-  for (const auto& question : late.questions) {
+  for (auto& question : late.questions) {
     if (question.kind == kOverdue) {
-      messages_.doubt(question.seq);
+      question.sender = messages_.doubt(question.seq);
     }
   }
   return late;

@@ -35,9 +35,10 @@ class OwnMessages {
   // One end of one, which has its number; and what is to be said of it. Its data stays here where
   // there is much on its way.
   News post(Posted posted);
-  // This rank has asked rank 0 to give it up.
-  void doubt(uint64_t number) {
-    deliveries_.doubt(number);
+  // This rank asks rank 0 to give it up. Of a receive, whose message it waits for, where that is
+  // known.
+  std::optional<int> doubt(uint64_t number) {
+    return deliveries_.doubt(number);
   }
 
   // --- What rank 0 says, or another rank --------------------------------------------------------

@@ -131,12 +131,7 @@ void PostedMessages::answer(const Question& question,
                             const std::function<std::string(int rank)>& state_of) {
   // Its other end is there, but its data has not come.
   const bool is_granted = question.kind == kGranted;
-  auto ranks = is_granted ? roster_.all_ranks() : awaited_by(question.of, question.seq);
-  if (is_granted) {
-    std::erase_if(ranks, [&](int rank) {
-      return rank == question.of || !progress_.is_there(rank) || !is_stuck(state_of(rank));
-    });
-  }
+  const auto ranks = is_granted ? question.senders : awaited_by(question.of, question.seq);
   const Difference why{"the " + question.why + ", got no answer from " +
                            (ranks.empty() ? "any rank" : roster_.describe(ranks, state_of)),
                        ranks};

@@ -199,9 +199,13 @@ Payload& put(Payload& words, const OtherEnd& other) {
       .put(static_cast<int64_t>(other.delivered));
 }
 
+int take_rank_or_none(Payload& words, int ranks) {
+  return static_cast<int>(within(words.number(), -1, ranks - 1));
+}
+
 OtherEnd take_other_end(Payload& words, int ranks) {
   OtherEnd other;
-  other.rank = static_cast<int>(within(words.number(), -1, ranks - 1));
+  other.rank = take_rank_or_none(words, ranks);
   other.number = static_cast<uint64_t>(words.number());
   other.delivered = take(words, Delivered::Data);
   return other;

@@ -186,6 +186,8 @@ struct OtherEnd {
   uint64_t number = 0;
   Delivered delivered = Delivered::Nothing;
 };
+// -1: none.
+int take_rank_or_none(Payload& words, int ranks);
 Payload& put(Payload& words, const OtherEnd& other);
 OtherEnd take_other_end(Payload& words, int ranks);
 

@@ -26,6 +26,7 @@ struct Question {
   Says kind;
   std::string why;
   int of = 0;
+  std::vector<int> senders{};  // whose data does not come, where that is known
   std::chrono::steady_clock::time_point until{};
   std::set<int> silent{};
 
