@@ -410,11 +410,17 @@ void meet_others(const KeyValueStore& store, const Place& place, const Deadline&
   if (before != partners.end()) {
     entrance.emplace(store, place.rank);
   }
-  // Where a machine has several networks, that over which rank 0 was reached will do.
-  const std::string nearest = address_of_peer(met.lines[0].fd());
+  // Where a machine has several networks, that over which the last one was reached will do.
+  std::string nearest = address_of_peer(met.lines[0].fd());
+  const auto network = [&](int rank) -> const std::string& {
+    return met.members[static_cast<size_t>(rank)].network;
+  };
   for (auto other = partners.begin(); other != before; ++other) {
-    met.lines[static_cast<size_t>(*other)] =
-        reach_other(store, *other, place.rank, nearest, deadline);
+    auto& line = met.lines[static_cast<size_t>(*other)];
+    line = reach_other(store, *other, place.rank, nearest, deadline);
+    if (network(*other) != network(place.rank)) {
+      nearest = address_of_peer(line.fd());
+    }
   }
   if (entrance) {
     admit_others(*entrance, {before, partners.end()}, deadline, met.lines);

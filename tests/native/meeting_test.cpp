@@ -286,7 +286,40 @@ void ranks_on_different_hosts_are_direct() {
   CHECK(!are_direct(members(64), 1, 0));
 }
 
+// An address that nobody answers at costs seconds: over which network other machines are reached is
+// known after the first one.
+void addresses_like_the_last_that_was_reached_come_first() {
+  const std::vector<std::string> machines{"a", "b", "a", "b", "a"};
+  const std::vector<std::string> addresses{" 127.0.1.1", " 127.0.2.1", " 127.0.3.1 127.0.1.1",
+                                           " 127.0.3.1 127.0.2.1", " 127.0.1.1"};
+  Store store;
+  std::vector<Connections> met(machines.size());
+  std::vector<std::thread> ranks;
+  for (size_t rank = 0; rank < machines.size(); ++rank) {
+    ranks.emplace_back([&, rank] {
+      KeyValueStore view = store.view();
+      view.set = [&, set = view.set](const std::string& key, const std::string& value) {
+        const size_t end_of_port = value.find(' ', value.find(' ') + 1);
+        set(key, value.substr(0, end_of_port) + addresses[rank]);
+      };
+      const Place place{static_cast<int>(rank), static_cast<int>(machines.size()), "test"};
+      met[rank] = meet(view, place, kLong, machines[rank]);
+    });
+  }
+  for (auto& rank : ranks) {
+    rank.join();
+  }
+  const auto reached = [&](size_t rank, size_t other) {
+    return address_of_peer(met[rank].lines[other].fd());
+  };
+  // Rank 0's machine is another one, and then this one: to that there is no link.
+  CHECK(reached(3, 0) == "127.0.1.1" && reached(3, 2) == "127.0.1.1");
+  CHECK(reached(4, 0) == "127.0.1.1");
+  CHECK(reached(4, 1) == "127.0.2.1" && reached(4, 3) == "127.0.2.1");
+}
+
 const std::vector<Test> kTests = {
+    TEST(addresses_like_the_last_that_was_reached_come_first),
     TEST(ranks_on_different_hosts_are_direct),
     TEST(what_a_connection_does_not_take_is_kept),
     TEST(what_is_too_long_behind_another_sentence_is_kept),
