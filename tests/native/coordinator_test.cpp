@@ -271,7 +271,7 @@ void who_waits_longer_is_told_who_has_not_called() {
     for (const int rank : {0, 1, 4, 5}) {
       root.call(rank, 1);
     }
-    root.hear(0, kAsking, Payload().put(1));
+    root.hear(0, kAsking, Payload().put(1).put(-1));
     CHECK((root.told(kPing) == std::vector<int>{2, 3}));
     for (const int rank : {2, 3}) {
       if (answers || rank != 2) {

@@ -188,15 +188,19 @@ void a_silent_receiver_takes_it_later_or_lets_go() {
   }
 }
 
-// Its sender has it, but stands still. It is named, and no other rank that does not answer either.
+// Its sender has it, but stands still. It is named, and no other rank that does not answer either;
+// by what the receiver knows of it before rank 0's word, or since.
 void data_that_does_not_come_is_late() {
-  for (const bool from_any : {false, true}) {
+  for (const auto& [from, knows] :
+       std::vector<std::pair<int, bool>>{{1, false}, {1, true}, {-1, true}}) {
     Group group;
-    auto& received = group.receive(3, from_any ? -1 : 1, 6, 4, 0ms);
+    auto& received = group.receive(3, from, 6, 4, 0ms);
     group.hear_all({3, 0});
     auto& sent = group.send(1, 3, 6, "data");
     group.hear_all({1, 0});
-    group.hear_all({0, 3});
+    if (knows) {
+      group.hear_all({0, 3});
+    }
     group.hear_all({0, 1});
     CHECK(is_over(sent) && received.ends == 0);
     group.look(3);
@@ -213,6 +217,55 @@ void data_that_does_not_come_is_late() {
     CHECK(group.receive(3, 1, 6, 4).ends == 0);
     group.hear_everything();
   }
+}
+
+// It is answered by the time at which the receiver would take rank 0 for the one that stands still.
+void what_is_matched_while_it_is_late_is_answered() {
+  Group group;
+  auto& received = group.receive(3, 1, 6, 4, 0ms);
+  group.look(3);
+  group.hear_all({3, 0});
+  auto& sent = group.send(1, 3, 6, "data");
+  group.hear_all({1, 0});
+  group.hear_all({0, 3});
+  CHECK(received.ends == 0);
+  group.answer();
+  group.hear_all({0, 3});
+  CHECK(has_timed_out(received) && (received.failure->ranks == std::vector{1}));
+  group.hear_everything();
+  CHECK(received.ends == 1 && is_over(sent));
+}
+
+void whose_data_it_waits_for_a_rank_is_told() {
+  Group group;
+  auto& received = group.receive(3, -1, 6, 4);
+  group.hear_all({3, 0});
+  group.send(1, 3, 6, "data");
+  group.hear_all({1, 0});
+  group.hear_all({0, 3});
+  const OpenCalls::Asked asked{kAskingOfMessage, 1};
+  group.calls(3).expect_answer(asked);
+  group.look(3);
+  group.hear_all({3, 0});
+  group.answer();
+  group.hear_all({0, 3});
+  const auto who = group.calls(3).answer(asked, 0ms);
+  CHECK(who && (who->ranks == std::vector{1}) && received.ends == 0);
+}
+
+void who_has_sent_and_left_is_named_as_such() {
+  Group group;
+  auto& received = group.receive(3, 1, 6, 4, 0ms);
+  group.send(1, 3, 6, "data");
+  group.leave(1);
+  group.hear_all({3, 0});
+  group.hear_all({1, 0});
+  group.look(3);
+  group.hear_all({3, 0});
+  group.answer();
+  group.hear_all({0, 3});
+  CHECK(has_timed_out(received) && (received.failure->ranks == std::vector{1}));
+  CHECK_HAS(received.failure->text, ", left the group)");
 }
 
 void what_a_rank_that_left_has_sent_is_let_go() {
@@ -510,6 +563,9 @@ const std::vector<Test> kTests = {
     TEST(what_is_received_is_not_given_up),
     TEST(a_silent_receiver_takes_it_later_or_lets_go),
     TEST(data_that_does_not_come_is_late),
+    TEST(what_is_matched_while_it_is_late_is_answered),
+    TEST(whose_data_it_waits_for_a_rank_is_told),
+    TEST(who_has_sent_and_left_is_named_as_such),
     TEST(what_a_rank_that_left_has_sent_is_let_go),
     TEST(so_much_of_a_rank_is_on_its_way),
     TEST(ends_on_one_host_and_rank_0_have_no_line),

@@ -189,6 +189,15 @@ inline Payload sentence(uint32_t kind, uint64_t seq, uint64_t number, Random& ra
       Payload words;
       return put(words, other_end(number, random));
     }
+    case kOverdue:
+    case kAsking:
+    case kAskingOfMessage: {
+      Payload words = Payload().put(static_cast<int64_t>(number) - random.below(3));
+      if (kind == kOverdue) {
+        words.put(random.text());
+      }
+      return words.put(random.below(kRanks + 1) - 1);
+    }
     default:
       return Payload().put(random.below(5)).put(random.text()).put(random.below(5));
   }

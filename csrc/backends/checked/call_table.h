@@ -42,7 +42,7 @@ struct LateCall {
   Says kind;
   uint64_t seq;
   std::string what;
-  std::optional<int> sender{};  // whose message does not come, where that is known
+  int sender = -1;  // whose message a receive waits for, where that is known
 };
 
 class CallTable {

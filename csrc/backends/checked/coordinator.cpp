@@ -88,21 +88,18 @@ void Coordinator::hear(int rank, uint32_t kind, Payload& words) {
     case kAsking:
     case kAskingOfMessage: {
       const auto number = static_cast<uint64_t>(words.number());
-      const auto question = static_cast<Says>(kind);
-      ask({number, question, "", rank}, awaited_by(rank, question, number));
+      const auto sender = take_rank_or_none(words, roster_.place().size);
+      const Question question{number, static_cast<Says>(kind), "", rank, sender};
+      ask(question, awaited_by(question));
       break;
     }
     case kOverdue: {
       const auto number = static_cast<uint64_t>(words.number());
       const auto what = words.text();
-      const auto from = take_rank_or_none(words, roster_.place().size);
-      if (messages_.waits(rank, number)) {
-        messages_.withdraw(rank, number);
-        ask({number, kOverdue, what, rank}, awaited_by(rank, kOverdue, number));
-      } else if (roster_.has_direct(rank)) {
-        const auto of = from < 0 ? std::vector<int>() : std::vector{from};
-        ask({number, kGranted, what, rank, of}, of);
-      }
+      const auto sender = take_rank_or_none(words, roster_.place().size);
+      const Question question{number, kOverdue, what, rank, sender};
+      messages_.withdraw(rank, number);
+      ask(question, awaited_by(question));
       break;
     }
     case kWithdrawn: {
@@ -230,11 +227,8 @@ std::vector<int> Coordinator::suspects_of(uint64_t seq) const {
   return ranks.empty() ? progress_.holding_up(seq) : ranks;
 }
 
-std::vector<int> Coordinator::awaited_by(int rank, Says question, uint64_t number) const {
-  if (question == kAsking) {
-    return suspects_of(number);
-  }
-  return messages_.awaited_by(rank, number);
+std::vector<int> Coordinator::awaited_by(const Question& question) const {
+  return question.kind == kAsking ? suspects_of(question.seq) : messages_.awaited_by(question);
 }
 
 void Coordinator::ask(Question question, const std::vector<int>& ranks) {
@@ -244,7 +238,8 @@ void Coordinator::ask(Question question, const std::vector<int>& ranks) {
   }
   for (const int rank : ranks) {
     // Or its leader has not told yet what it calls.
-    if (rank != 0 && (!roster_.is_near(rank) || roster_.calls_by_leader(rank))) {
+    if (rank != 0 && progress_.is_there(rank) &&
+        (!roster_.is_near(rank) || roster_.calls_by_leader(rank))) {
       question.silent.insert(rank);
       tell_(rank, kPing, {});
     }
@@ -254,14 +249,15 @@ void Coordinator::ask(Question question, const std::vector<int>& ranks) {
 
 void Coordinator::answer(const Question& question) {
   const auto state_of = [&](int rank) -> std::string {
-    return roster_.is_near(rank)              ? roster_.process_state(rank)
+    return !progress_.is_there(rank)          ? progress_.how_left(rank)
+           : roster_.is_near(rank)            ? roster_.process_state(rank)
            : question.silent.count(rank) != 0 ? "silent"
                                               : "alive";
   };
   const auto is_stuck = [&](int rank) { return c10d_ext::is_stuck(state_of(rank)); };
   const uint64_t seq = question.seq;
   if (question.kind == kAsking || question.kind == kAskingOfMessage) {
-    auto ranks = awaited_by(question.of, question.kind, seq);
+    auto ranks = awaited_by(question);
     if (question.kind == kAsking && progress_.behind(seq).empty()) {
       std::erase_if(ranks, [&](int rank) { return !is_stuck(rank); });
     }
@@ -273,7 +269,7 @@ void Coordinator::answer(const Question& question) {
               .put(ranks));
     return;
   }
-  if (question.kind == kOverdue || question.kind == kGranted) {
+  if (question.kind == kOverdue) {
     messages_.answer(question, state_of);
     return;
   }

@@ -51,7 +51,7 @@ class Coordinator {
   // Who has not called a collective; where all have, those who may not have told of it.
   std::vector<int> suspects_of(uint64_t seq) const;
   // Whom collective or message `number` of `rank` waits for; none where that can be anybody.
-  std::vector<int> awaited_by(int rank, Says question, uint64_t number) const;
+  std::vector<int> awaited_by(const Question& question) const;
 
   const Roster& roster_;
   const Tell tell_;

@@ -67,18 +67,26 @@ void Deliveries::add(Posted send) {
   settle(tag);
 }
 
-std::optional<int> Deliveries::doubt(uint64_t number) {
+void Deliveries::doubt(uint64_t number) {
   const auto tag = tags_.find(number);
   if (tag == tags_.end()) {
-    const auto awaited = std::find_if(awaited_.begin(), awaited_.end(),
-                                      [&](const auto& one) { return one.second == number; });
-    return awaited == awaited_.end() ? std::nullopt : std::optional(awaited->first.first);
+    return;
   }
-  auto& receives = channels_.at(tag->second).receives;
-  const auto found = std::find_if(receives.begin(), receives.end(),
-                                  [&](const Receive& one) { return one.number == number; });
-  found->is_in_doubt = true;
-  return found->peer < 0 ? std::nullopt : std::optional(found->peer);
+  for (auto& receive : channels_.at(tag->second).receives) {
+    receive.is_in_doubt |= receive.number == number;
+  }
+}
+
+int Deliveries::sender_for(uint64_t number) const {
+  if (const auto tag = tags_.find(number); tag != tags_.end()) {
+    const auto& receives = channels_.at(tag->second).receives;
+    return std::find_if(receives.begin(), receives.end(),
+                        [&](const Receive& one) { return one.number == number; })
+        ->peer;
+  }
+  const auto awaited = std::find_if(awaited_.begin(), awaited_.end(),
+                                    [&](const auto& one) { return one.second == number; });
+  return awaited == awaited_.end() ? -1 : awaited->first.first;
 }
 
 bool Deliveries::grant(uint64_t number, const OtherEnd& send) {

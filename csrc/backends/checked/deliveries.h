@@ -39,8 +39,10 @@ class Deliveries {
   void post(const Posted& receive);
   // What a sender says. Throws std::runtime_error where that makes no sense.
   void add(Posted send);
-  // This rank asks rank 0 to give the receive up. Whose message it waits for, where that is known.
-  std::optional<int> doubt(uint64_t number);
+  // This rank asks rank 0 to give the receive up.
+  void doubt(uint64_t number);
+  // Whose message the receive waits for; -1: nobody knows.
+  int sender_for(uint64_t number) const;
   // Rank 0 has granted it a message. Whether to begin it by that: its data comes another way.
   // Throws std::runtime_error where that is none that it can be.
   bool grant(uint64_t number, const OtherEnd& send);

@@ -35,9 +35,9 @@ Duties::Duties(const Roster& roster, OpenCalls& calls, std::vector<Connection> l
 
 Duties::Clock::time_point Duties::work(const Star::Ready& ready) {
   star_.take_in(ready);
+  const auto now = Clock::now();  // what is late then is said before
   participant_.tell_news();
   star_.beat();
-  const auto now = Clock::now();
   participant_.look(now);
   if (coordinator_) {
     coordinator_->look(now);

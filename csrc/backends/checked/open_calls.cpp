@@ -119,7 +119,9 @@ bool OpenCalls::has_abandoned() const {
 void OpenCalls::expect_answer(Asked asked) {
   const std::lock_guard lock(mutex_);
   asked_.try_emplace(asked);
-  news_.push_back({asked.second, asked.first, Payload().put(static_cast<int64_t>(asked.second))});
+  const auto [kind, number] = asked;
+  const int sender = kind == kAskingOfMessage ? messages_.sender_for(number) : -1;
+  news_.push_back({number, kind, Payload().put(static_cast<int64_t>(number)).put(sender)});
 }
 
 std::optional<Difference> OpenCalls::answer(Asked asked, Milliseconds within) {

@@ -35,10 +35,14 @@ class OwnMessages {
   // One end of one, which has its number; and what is to be said of it. Its data stays here where
   // there is much on its way.
   News post(Posted posted);
-  // This rank asks rank 0 to give it up. Of a receive, whose message it waits for, where that is
-  // known.
-  std::optional<int> doubt(uint64_t number) {
-    return deliveries_.doubt(number);
+  // This rank asks rank 0 to give it up. As sender_for().
+  int doubt(uint64_t number) {
+    deliveries_.doubt(number);
+    return sender_for(number);
+  }
+  // Whose message a receive waits for; -1: nobody knows, or it is a send.
+  int sender_for(uint64_t number) const {
+    return deliveries_.sender_for(number);
   }
 
   // --- What rank 0 says, or another rank --------------------------------------------------------

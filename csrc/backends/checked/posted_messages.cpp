@@ -129,16 +129,19 @@ void PostedMessages::leave(int rank) {
 
 void PostedMessages::answer(const Question& question,
                             const std::function<std::string(int rank)>& state_of) {
-  // Its other end is there, but its data has not come.
-  const bool is_granted = question.kind == kGranted;
-  const auto ranks = is_granted ? question.senders : awaited_by(question.of, question.seq);
+  const auto* waiting = find(question.of, question.seq);
+  if (waiting == nullptr && !roster_.has_direct(question.of)) {
+    return;  // what is said of it is on its way, its data too
+  }
+  const auto ranks = awaited_by(question);
   const Difference why{"the " + question.why + ", got no answer from " +
                            (ranks.empty() ? "any rank" : roster_.describe(ranks, state_of)),
                        ranks};
-  if (is_granted) {
-    deny({.rank = question.of, .number = question.seq}, Kind::Timeout, why);
-  } else if (const auto* waiting = find(question.of, question.seq)) {
+  if (waiting != nullptr) {
     give_up(Posted(*waiting), why);
+  } else {
+    // It has its data, or that does not come.
+    deny({.rank = question.of, .number = question.seq}, Kind::Timeout, why);
   }
 }
 
@@ -173,9 +176,12 @@ void PostedMessages::hear_withdrawn(int receiver, int rank, uint64_t number) {
   }
 }
 
-std::vector<int> PostedMessages::awaited_by(int rank, uint64_t number) const {
-  const auto* posted = find(rank, number);
-  return posted == nullptr || posted->peer < 0 ? std::vector<int>() : peers_of(*posted);
+std::vector<int> PostedMessages::awaited_by(const Question& question) const {
+  const auto* posted = find(question.of, question.seq);
+  if (posted == nullptr) {
+    return question.sender < 0 ? std::vector<int>() : std::vector{question.sender};
+  }
+  return posted->peer < 0 ? std::vector<int>() : peers_of(*posted);
 }
 
 }  // namespace c10d_ext

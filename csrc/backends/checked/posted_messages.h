@@ -42,8 +42,8 @@ class PostedMessages {
   bool waits(int rank, uint64_t number) const {
     return find(rank, number) != nullptr;
   }
-  // Whom it waits for; none where that can be anybody.
-  std::vector<int> awaited_by(int rank, uint64_t number) const;
+  // Whom the message waits for; none where that can be anybody, or it does not wait any more.
+  std::vector<int> awaited_by(const Question& question) const;
 
  private:
   const Posted* find(int rank, uint64_t number) const;

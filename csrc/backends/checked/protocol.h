@@ -17,8 +17,10 @@
 //                                         little: what is sent to it is over once it is said;
 //                                         Unwanted: it waits no longer
 //   Late, Broken, Overdue: what is
-//   the matter                         ->
-//   Asking: who has not called it      ->
+//   the matter (Overdue: and whose
+//   message it waits for)              ->
+//   Asking: who has not called it, or
+//     is at a message's other end      ->
 //                                      <- Awaited: who has not
 //                                      <- Ping: are you there?
 //   Pong: it is, and how many

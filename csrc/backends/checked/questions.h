@@ -19,14 +19,14 @@ inline bool is_stuck(const std::string& state) {
 }
 
 // Something is the matter with collective `seq`, or message `seq` of rank `of`, or rank `of` asks
-// about one of them (kGranted: its data does not come); or a rank has lost its line to another one,
-// and `of` is one of the two, or leads it.
+// about one of them; or a rank has lost its line to another one, and `of` is one of the two, or
+// leads it.
 struct Question {
   uint64_t seq;
   Says kind;
   std::string why;
   int of = 0;
-  std::vector<int> senders{};  // whose data does not come, where that is known
+  int sender = -1;  // of a message that `of` has been granted, and whose data has yet to come
   std::chrono::steady_clock::time_point until{};
   std::set<int> silent{};
 
