@@ -1,7 +1,8 @@
 """Runs as they were measured: one JSON file each, in ``benchmarks/history/``.
 
 A file holds a run's heading, the command, what to know about it, and its tables cell by cell. Runs
-are never edited: docs/results.md and its plots are drawn from them by ``benchmarks/summary.py``.
+are never edited: docs/results.md, docs/results-hosts.md and the plots are drawn from them by
+``benchmarks/summary.py``.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Peers: gloo, the flat fall-back of shm, backend mpi and MPICH itself (through mp
 Each is called as its users call it: gloo by torch.distributed, ours by torch_c10d_ext.distributed,
 MPICH by mpi4py. All are measured in turns in the same processes, and before and after them Open
 MPI, by TCP and by UCX (``_open_mpi.py``; ``tools/get_peers.sh openmpi``). ``bound``: what the link
-allows, see ``docs/multi-host.md``. send_recv is a message there and back, between rank 0 and the
+allows, see ``docs/results-hosts.md``. send_recv is a message there and back, between rank 0 and the
 last one, and between rank 1 and the last one (``_others``), and on three hosts and more between two
 of which neither is on rank 0's host (``_far``). Needs root, for the namespaces.
 """

@@ -1,9 +1,12 @@
-"""Draws docs/results.md from ``benchmarks/history/``: its table of targets and its three plots.
+"""Draws what docs/ has of ``benchmarks/history/``.
 
-    python benchmarks/summary.py            # the table and the plots, written into docs/
-    python benchmarks/summary.py --check    # whether the table in docs/ is that of the history
+docs/results.md has a table of targets and three plots, docs/results-hosts.md the tables of several
+hosts.
 
-The text around the table is written by hand. Every program of this folder that has targets records
+    python benchmarks/summary.py            # the tables and the plots, written into docs/
+    python benchmarks/summary.py --check    # whether the tables in docs/ are those of the history
+
+The text around the tables is written by hand. Every program of this folder that has targets records
 a table whose title starts with ``Targets``; the newest of each title is shown.
 """
 
@@ -19,11 +22,11 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import _history  # noqa: E402
+from benchmarks import _history, _hosts_page  # noqa: E402
 from benchmarks._history import Run  # noqa: E402
 from benchmarks._report import TARGETS, Table  # noqa: E402
 
-PAGE = ROOT / "docs" / "results.md"
+PAGE, HOSTS_PAGE = ROOT / "docs" / "results.md", ROOT / "docs" / "results-hosts.md"
 BEGIN, END = "<!-- targets: python benchmarks/summary.py -->", "<!-- end of targets -->"
 
 
@@ -43,13 +46,15 @@ def targets(history: Sequence[Run]) -> str:
     return "\n".join([*lines, "", *sources])
 
 
-def with_targets(page: str, table: str) -> str:
-    """The page with its table replaced."""
-    pattern = re.escape(BEGIN) + r"\n.*?" + re.escape(END)
-    replaced, count = re.subn(pattern, lambda _: f"{BEGIN}\n{table}\n{END}", page, flags=re.DOTALL)
+def redrawn(page: Path, begin: str, end: str, table: str) -> str:
+    """The page's text with what is between the two replaced."""
+    pattern = re.escape(begin) + r"\n.*?" + re.escape(end)
+    text, count = re.subn(
+        pattern, lambda _: f"{begin}\n{table}\n{end}", page.read_text(), flags=re.DOTALL
+    )
     if count != 1:
-        raise ValueError(f"{PAGE.name}: must have one pair of {BEGIN} and {END}, got {count}")
-    return replaced
+        raise ValueError(f"{page.name}: must have one pair of {begin} and {end}, got {count}")
+    return text
 
 
 def _column(table: Table, name: str) -> int | None:
@@ -72,17 +77,23 @@ def size_of(label: str) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes, or compares."""
-    parser = argparse.ArgumentParser(description="docs/results.md from benchmarks/history/")
-    parser.add_argument("--check", action="store_true", help="compare the table, write nothing")
+    parser = argparse.ArgumentParser(description="docs/results*.md from benchmarks/history/")
+    parser.add_argument("--check", action="store_true", help="compare the tables, write nothing")
     options = parser.parse_args(arguments)
     history = _history.runs()
-    page = PAGE.read_text()
-    wanted = with_targets(page, targets(history))
+    wanted = {
+        PAGE: redrawn(PAGE, BEGIN, END, targets(history)),
+        HOSTS_PAGE: redrawn(
+            HOSTS_PAGE, _hosts_page.BEGIN, _hosts_page.END, _hosts_page.tables(history)
+        ),
+    }
     if options.check:
-        if wanted != page:
-            print("docs/results.md: not what benchmarks/summary.py makes of the history")
-        return int(wanted != page)
-    PAGE.write_text(wanted)
+        stale = [page for page, text in wanted.items() if text != page.read_text()]
+        for page in stale:
+            print(f"docs/{page.name}: not what benchmarks/summary.py makes of the history")
+        return int(bool(stale))
+    for page, text in wanted.items():
+        page.write_text(text)
     try:
         from benchmarks import _plot
     except ImportError:

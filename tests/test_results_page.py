@@ -1,4 +1,4 @@
-"""docs/results.md is what the recorded runs say."""
+"""docs/results.md and docs/results-hosts.md are what the recorded runs say."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import _history, summary
+from benchmarks import _history, _hosts_page, summary
+from benchmarks._history import Run
 from benchmarks._report import TARGETS, Table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,7 +23,7 @@ def a_table(measured: str) -> Table:
     )
 
 
-def test_table_is_that_of_the_newest_runs() -> None:
+def test_tables_are_those_of_the_newest_runs() -> None:
     assert summary.main(["--check"]) == 0, "run benchmarks/summary.py"
 
 
@@ -43,6 +44,54 @@ def test_a_recorded_run_is_read_back_and_the_newest_counts(
     assert "| x: a | <= 1 | 0.25 | met |" in table
     assert "0.5" not in table
     assert "some machine, `some command`" in table
+
+
+def a_run_of_hosts(layout: str, date: str, kinds: tuple[str, ...], times: list[str]) -> Run:
+    table = Table(
+        f"hosts {layout}: 1000 Mbit/s",
+        "",
+        ["collective", "size", *_hosts_page.PEERS, "bound", "ours/bound", "model"],
+        1,
+        [
+            [
+                kind,
+                f"{size:,}",
+                *times,
+                "143.0 ms",
+                "1.05",
+                "-" if "send" in kind else "9 ms (0.98)",
+            ]
+            for kind in kinds
+            for size in _hosts_page.UNITS
+        ],
+    )
+    return Run(date, "some machine", "some command", tables=[table])
+
+
+def test_hosts_are_those_of_the_newest_whole_runs() -> None:
+    messages = ("send_recv", "send_recv_others")
+    every = (*_hosts_page.COLLECTIVES, *messages)
+    times = ["1613 µs", "9950 µs", "0 µs", "23 µs", "5.5 ms", "99.4 ms", "99.6 ms", "1234.5 ms"]
+    page = _hosts_page.tables(
+        [
+            a_run_of_hosts("2x2", "of messages alone", messages, times),
+            a_run_of_hosts("2x2", "newest", every, times),
+            a_run_of_hosts("2x2", "older", every, times[::-1]),
+            a_run_of_hosts("4x2", "newest", (*every, "send_recv_far"), times),
+        ]
+    ).splitlines()
+    row = "| {} | {} | 1.6 | 9.9 | 0.0 | 0.023 | 5.5 | 99 | 100 | 1234 | 143 | 1.05 | 0.98 |"
+    for collective in _hosts_page.COLLECTIVES:
+        assert page.count(row.format(collective, "8 B")) == 2
+    assert page.count(row.format("", "16 MiB")) == 2 * len(_hosts_page.COLLECTIVES)
+    assert (
+        page.count(f"|  | gloo |{' 1.61 |' * 6}") == page.count(f"|  | UCX |{' 1234 |' * 6}") == 5
+    )
+    assert page[-2:] == [
+        f"{layout}: newest, some machine, `some command`." for layout in ("2x2", "4x2")
+    ]
+    with pytest.raises(ValueError, match="a whole run of hosts 2x2, got none"):
+        _hosts_page.tables([a_run_of_hosts("2x2", "of messages alone", messages, times)])
 
 
 def test_all_recorded_runs_are_whole() -> None:

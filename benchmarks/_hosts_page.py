@@ -1,0 +1,107 @@
+"""The tables of docs/results-hosts.md, from the newest whole runs of ``benchmarks/hosts.py``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from benchmarks import _history
+from benchmarks._history import Run
+from benchmarks._report import Table
+
+BEGIN, END = "<!-- hosts: python benchmarks/summary.py -->", "<!-- end of hosts -->"
+LAYOUTS = {"2x2": "2 hosts x 2 ranks", "4x2": "4 hosts x 2 ranks"}
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+MESSAGES = {
+    "send_recv": "rank 0 and the last",
+    "send_recv_others": "rank 1 and the last",
+    "send_recv_far": "two far from rank 0",
+}
+# As the runs call them, and the page.
+PEERS = {
+    **{name: name for name in ("gloo", "flat", "mpi", "shm+gloo", "shm+mpi", "MPICH", "Open MPI")},
+    "Open MPI, UCX": "UCX",
+}
+UNITS = {
+    8: "8 B",
+    4 << 10: "4 KiB",
+    64 << 10: "64 KiB",
+    1 << 20: "1 MiB",
+    4 << 20: "4 MiB",
+    16 << 20: "16 MiB",
+}
+
+
+def tables(history: Sequence[Run]) -> str:
+    """Collectives, then messages, as Markdown, with where each layout was measured."""
+    found = {layout: _newest(layout, history) for layout in LAYOUTS}
+    lines = [
+        _line("ms", "size", *PEERS.values(), "bound", "ours/bound", "model"),
+        "|---|---|" + "--:|" * (len(PEERS) + 3),
+    ]
+    for layout, (_, table) in found.items():
+        lines.append(_line(f"**{LAYOUTS[layout]}**", *[""] * (len(PEERS) + 4)))
+        lines += _collectives(table)
+    lines += ["", "Messages, there and back:", ""]
+    lines += [_line("ms", "", *UNITS.values()), "|---|---|" + "--:|" * len(UNITS)]
+    for layout, (_, table) in found.items():
+        lines += _messages(LAYOUTS[layout], table)
+    sources = [
+        f"{layout}: {run.date}, {run.machine}, `{run.command}`."
+        for layout, (run, _) in found.items()
+    ]
+    return "\n".join([*lines, "", *sources])
+
+
+def _newest(layout: str, history: Sequence[Run]) -> tuple[Run, Table]:
+    """Some runs are of a few collectives alone."""
+    wanted = {*COLLECTIVES, "send_recv", "send_recv_others"}
+    for run, table in _history.newest(f"hosts {layout}:", history):
+        if wanted <= {row[0] for row in table.rows} and set(PEERS) <= set(table.head):
+            return run, table
+    raise ValueError(f"benchmarks/history: must have a whole run of hosts {layout}, got none")
+
+
+def _rows(table: Table, collective: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """The size and the cells of each row."""
+    for row in table.rows:
+        if row[0] == collective:
+            yield (
+                UNITS[int(row[1].replace(",", ""))],
+                dict(zip(table.head, row, strict=True)),
+            )
+
+
+def _collectives(table: Table) -> Iterator[str]:
+    for collective in COLLECTIVES:
+        for index, (size, row) in enumerate(_rows(table, collective)):
+            modelled = re.search(r"\(([\d.]+)\)", row["model"])
+            yield _line(
+                "" if index else collective,
+                size,
+                *(_milliseconds(row[name], 2) for name in (*PEERS, "bound")),
+                row["ours/bound"],
+                modelled[1] if modelled else "",
+            )
+
+
+def _messages(layout: str, table: Table) -> Iterator[str]:
+    for kind, between in MESSAGES.items():
+        sizes = dict(_rows(table, kind))
+        if not sizes:
+            continue  # of two hosts one is rank 0's
+        yield _line(f"**{layout}**, {between}", *[""] * (len(UNITS) + 1))
+        for name, label in PEERS.items():
+            cells = [_milliseconds(sizes[size][name], 3) for size in UNITS.values()]
+            yield _line("", label, *cells)
+
+
+def _milliseconds(text: str, digits: int) -> str:
+    number, unit = text.split()
+    value = float(number) / (1 if unit == "ms" else 1000)
+    is_long = float(f"{value:.{digits}g}") >= 10 ** (digits - 1)
+    return f"{value:.0f}" if is_long else f"{value:#.{digits}g}"
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
