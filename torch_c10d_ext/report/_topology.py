@@ -66,8 +66,8 @@ class Topology:
             fastest.
         shared: as :attr:`Link.shared`.
         per_rank: seconds that rank 0, or a leader, takes for each other rank of an agreement.
-        host_bandwidth: bytes per second that all ranks of a host send and receive together, at
-            most: where processors are what they wait for, and not the link.
+        host_bandwidth: bytes per second that all ranks of a host send to other hosts and receive
+            of them together, at most: where processors are what they wait for, and not the link.
         per_step: seconds that a step takes beside its data, of a collective that does not travel
             with the calls: one inside a host, or one from host to host, of which a ring has many.
     """
@@ -192,7 +192,7 @@ class Topology:
         said = (1.0 if of_root else here / ranks) * data / (hosts if exchanges else 1)
         heard = 0.0 if of_root else said
         link = max(said, heard) * (hosts - 1)
-        moved = (said + heard) * (hosts - 1) + taken * (here - 1)
+        moved = (said + heard) * (hosts - 1)
         seconds = max(link / self.between.bandwidth, moved / self.host_bandwidth)
         # The ranks of its host say it theirs before, and hear of it after that: each copies it.
         told = (0.0 if of_root else data / ranks) + taken
