@@ -119,8 +119,18 @@ def test_the_model_of_little_is_the_middle_of_all_collectives() -> None:
     ]
 
 
+@pytest.mark.parametrize("collective", ["all_gather", "all_reduce"])
 @pytest.mark.parametrize("layout", ["2x2", "4x2"])
-def test_what_was_not_measured_is_not_judged(layout: str) -> None:
-    assert list(judged(case("all_gather", 64 << 10), layout=layout)) == [
+def test_what_was_not_measured_is_not_judged(layout: str, collective: str) -> None:
+    """The model is told of an all_reduce of 8 B."""
+    assert list(judged(case(collective, 64 << 10), layout=layout)) == [
         "shm+gloo against gloo and the flat fall-back, every size, messages too"
     ]
+
+
+def test_other_links_have_targets_of_their_own() -> None:
+    said = [LINK, case("all_reduce", 8)]
+    slow = argparse.Namespace(**{**vars(OPTIONS), "mbit": 250.0})
+    for options, title in ((OPTIONS, "hosts 4x2"), (slow, "hosts 4x2 at 250 Mbit/s")):
+        assert hosts.judged("4x2", said, options).title == f"Targets: {title}"
+        assert hosts.table_of("4x2", said, options).title.startswith(f"{title}: ")
