@@ -306,7 +306,8 @@ def judged(layout: str, said: list[dict[str, Any]], options: argparse.Namespace)
     slower = {called(case): _against_gloo(case) for case in cases}
     worst = max(slower, key=lambda name: statistics.median(slower[name]))
     add(
-        "shm+gloo against gloo and the flat fall-back, every size, messages too",
+        "shm+gloo against gloo and the flat fall-back, every size"
+        + (", messages too" if len(cases) > len(collectives) else ""),
         "<= 1 times beyond noise",
         f"at worst {statistics.median(slower[worst]):.2f} times ({worst})",
         [min(ratios) > 1 for ratios in slower.values()],

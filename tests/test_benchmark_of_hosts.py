@@ -124,7 +124,7 @@ def test_the_model_of_little_is_the_middle_of_all_collectives() -> None:
 def test_what_was_not_measured_is_not_judged(layout: str, collective: str) -> None:
     """The model is told of an all_reduce of 8 B."""
     assert list(judged(case(collective, 64 << 10), layout=layout)) == [
-        "shm+gloo against gloo and the flat fall-back, every size, messages too"
+        "shm+gloo against gloo and the flat fall-back, every size"
     ]
 
 
