@@ -30,8 +30,11 @@ PAGE, HOSTS_PAGE = ROOT / "docs" / "results.md", ROOT / "docs" / "results-hosts.
 BEGIN, END = "<!-- targets: python benchmarks/summary.py -->", "<!-- end of targets -->"
 
 
-def targets(history: Sequence[Run]) -> str:
-    """What is aimed at and what came of it, as Markdown, with where each part was measured."""
+def targets(history: Sequence[Run], other_links: bool = False) -> str:
+    """What is aimed at and what came of it, as Markdown, with where each part was measured.
+
+    Of hosts whose links have another rate than the aims are for, or of all others.
+    """
     lines = ["| | target | measured | outcome |", "| --- | --- | --- | --- |"]
     sources = []
     seen: set[str] = set()
@@ -41,20 +44,21 @@ def targets(history: Sequence[Run]) -> str:
                 continue
             seen.add(table.title)
             subject = table.title.removeprefix(TARGETS).strip(": ")
+            if subject.endswith(" Mbit/s") != other_links:
+                continue
             lines += [f"| {subject}: {' | '.join(row)} |" for row in table.rows]
             sources.append(f"{subject}: {run.date}, {run.machine}, `{run.command}`.")
     return "\n".join([*lines, "", *sources])
 
 
-def redrawn(page: Path, begin: str, end: str, table: str) -> str:
-    """The page's text with what is between the two replaced."""
+def redrawn(text: str, begin: str, end: str, drawn: str) -> str:
+    """A page's text with what is between the two replaced."""
     pattern = re.escape(begin) + r"\n.*?" + re.escape(end)
-    text, count = re.subn(
-        pattern, lambda _: f"{begin}\n{table}\n{end}", page.read_text(), flags=re.DOTALL
-    )
+    whole = f"{begin}\n{drawn}\n{end}"
+    replaced, count = re.subn(pattern, lambda _: whole, text, flags=re.DOTALL)
     if count != 1:
-        raise ValueError(f"{page.name}: must have one pair of {begin} and {end}, got {count}")
-    return text
+        raise ValueError(f"a page must have one pair of {begin} and {end}, got {count}")
+    return replaced
 
 
 def _column(table: Table, name: str) -> int | None:
@@ -81,11 +85,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="compare the tables, write nothing")
     options = parser.parse_args(arguments)
     history = _history.runs()
+    hosts = HOSTS_PAGE.read_text()
+    hosts = redrawn(hosts, _hosts_page.BEGIN, _hosts_page.END, _hosts_page.tables(history))
     wanted = {
-        PAGE: redrawn(PAGE, BEGIN, END, targets(history)),
-        HOSTS_PAGE: redrawn(
-            HOSTS_PAGE, _hosts_page.BEGIN, _hosts_page.END, _hosts_page.tables(history)
-        ),
+        PAGE: redrawn(PAGE.read_text(), BEGIN, END, targets(history)),
+        HOSTS_PAGE: redrawn(hosts, BEGIN, END, targets(history, other_links=True)),
     }
     if options.check:
         stale = [page for page, text in wanted.items() if text != page.read_text()]

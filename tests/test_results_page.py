@@ -68,6 +68,17 @@ def a_run_of_hosts(layout: str, date: str, kinds: tuple[str, ...], times: list[s
     return Run(date, "some machine", "some command", tables=[table])
 
 
+def test_targets_of_other_links_are_with_the_hosts() -> None:
+    usual, slow = a_table("0.5"), a_table("0.25")
+    slow.title = f"{TARGETS}: hosts 4x2 at 250 Mbit/s"
+    runs = [Run("today", "some machine", "some command", tables=[usual, slow])]
+    there, here = summary.targets(runs, other_links=True), summary.targets(runs)
+    assert "| hosts 4x2 at 250 Mbit/s: a | <= 1 | 0.25 | met |" in there
+    assert "0.5" not in there and "x: a" not in there
+    assert "| x: a | <= 1 | 0.5 | met |" in here
+    assert "0.25" not in here and "Mbit" not in here
+
+
 def test_hosts_are_those_of_the_newest_whole_runs() -> None:
     messages = ("send_recv", "send_recv_others")
     every = (*_hosts_page.COLLECTIVES, *messages)
