@@ -57,7 +57,7 @@ OPS = {
 # latency, in seconds; of the model.
 LARGEST, EVERY_LARGE, OVER_LATENCY, OFF = 1.1, 1.25, {"2x2": 60e-6, "4x2": 150e-6}, 0.15
 LAYOUTS = {"2x1": (2, 1), "2x2": (2, 2), "4x1": (4, 1), "4x2": (4, 2)}
-MBIT = 1000.0  # of the links that the aims are for
+MBIT, DELAY_US = 1000.0, 100  # of the links that the aims are for
 DEADLINE = 560.0
 
 
@@ -190,7 +190,9 @@ def _is_modelled(cases: list[dict[str, Any]]) -> bool:
 
 def _name(layout: str, options: argparse.Namespace) -> str:
     """Other links than the usual ones have tables and targets of their own."""
-    return f"hosts {layout}" + ("" if options.mbit == MBIT else f" at {options.mbit:g} Mbit/s")
+    unusual = [f"{options.mbit:g} Mbit/s"] if options.mbit != MBIT else []
+    unusual += [f"{options.delay_us} µs"] if options.delay_us != DELAY_US else []
+    return f"hosts {layout}" + (f" at {', '.join(unusual)}" if unusual else "")
 
 
 def _ours(case: dict[str, Any]) -> float:
@@ -360,7 +362,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=["2x2", "4x2"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--mbit", type=float, default=MBIT)
-    parser.add_argument("--delay-us", type=int, default=100)
+    parser.add_argument("--delay-us", type=int, default=DELAY_US)
     parser.add_argument("--only", nargs="+", choices=COLLECTIVES, default=list(COLLECTIVES))
     parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES))
     parser.add_argument("--mpi4py", help="a directory with mpi4py, for MPICH as a peer")

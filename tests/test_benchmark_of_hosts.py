@@ -130,7 +130,12 @@ def test_what_was_not_measured_is_not_judged(layout: str, collective: str) -> No
 
 def test_other_links_have_targets_of_their_own() -> None:
     said = [LINK, case("all_reduce", 8)]
-    slow = argparse.Namespace(**{**vars(OPTIONS), "mbit": 250.0})
-    for options, title in ((OPTIONS, "hosts 4x2"), (slow, "hosts 4x2 at 250 Mbit/s")):
+    for changes, title in (
+        ({}, "hosts 4x2"),
+        ({"mbit": 250.0}, "hosts 4x2 at 250 Mbit/s"),
+        ({"delay_us": 500}, "hosts 4x2 at 500 µs"),
+        ({"mbit": 250.0, "delay_us": 500}, "hosts 4x2 at 250 Mbit/s, 500 µs"),
+    ):
+        options = argparse.Namespace(**{**vars(OPTIONS), **changes})
         assert hosts.judged("4x2", said, options).title == f"Targets: {title}"
         assert hosts.table_of("4x2", said, options).title.startswith(f"{title}: ")

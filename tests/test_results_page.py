@@ -46,10 +46,12 @@ def test_a_recorded_run_is_read_back_and_the_newest_counts(
     assert "some machine, `some command`" in table
 
 
-def a_run_of_hosts(layout: str, date: str, kinds: tuple[str, ...], times: list[str]) -> Run:
+def a_run_of_hosts(
+    layout: str, date: str, kinds: tuple[str, ...], times: list[str], rounds: int = 5
+) -> Run:
     table = Table(
         f"hosts {layout}: 1000 Mbit/s",
-        "",
+        f"Median of {rounds} rounds in turns.",
         ["collective", "size", *_hosts_page.PEERS, "bound", "ours/bound", "model"],
         1,
         [
@@ -83,9 +85,14 @@ def test_hosts_are_those_of_the_newest_whole_runs() -> None:
     messages = ("send_recv", "send_recv_others")
     every = (*_hosts_page.COLLECTIVES, *messages)
     times = ["1613 µs", "9950 µs", "0 µs", "23 µs", "5.5 ms", "99.4 ms", "99.6 ms", "1234.5 ms"]
+    of_few_sizes = a_run_of_hosts("2x2", "of few sizes", every, times)
+    del of_few_sizes.tables[0].rows[1::6]
     page = _hosts_page.tables(
         [
             a_run_of_hosts("2x2", "of messages alone", messages, times),
+            a_run_of_hosts("2x2", "of few rounds", every, times, rounds=3),
+            of_few_sizes,
+            a_run_of_hosts("4x2", "without those far from rank 0", every, times),
             a_run_of_hosts("2x2", "newest", every, times),
             a_run_of_hosts("2x2", "older", every, times[::-1]),
             a_run_of_hosts("4x2", "newest", (*every, "send_recv_far"), times),

@@ -67,7 +67,7 @@ class Topology:
         shared: as :attr:`Link.shared`.
         per_rank: seconds that rank 0, or a leader, takes for each other rank of an agreement.
         host_bandwidth: bytes per second that all ranks of a host send to other hosts and receive
-            of them together, at most: where processors are what they wait for, and not the link.
+            from them together, at most: where processors are what they wait for, and not the link.
         per_step: seconds that a step takes beside its data, of a collective that does not travel
             with the calls: one inside a host, or one from host to host, of which a ring has many.
     """
