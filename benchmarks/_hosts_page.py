@@ -18,12 +18,8 @@ MESSAGES = {
     "send_recv_far": "two far from rank 0",
 }
 ROUNDS = 5
-# As the runs call them, and the page.
-PEERS = {
-    **{name: name for name in ("gloo", "flat", "mpi", "shm+gloo", "shm+mpi", "MPICH", "Open MPI")},
-    "Open MPI, UCX": "UCX",
-}
-UNITS = {
+PEERS = ("gloo", "flat", "mpi", "shm+gloo", "shm+mpi", "MPICH", "Open MPI", "Open MPI, UCX")
+SIZES = {
     8: "8 B",
     4 << 10: "4 KiB",
     64 << 10: "64 KiB",
@@ -36,17 +32,21 @@ UNITS = {
 def tables(history: Sequence[Run]) -> str:
     """Collectives, then messages, as Markdown, with where each layout was measured."""
     found = {layout: _newest(layout, history) for layout in LAYOUTS}
+    peers = [peer.removeprefix("Open MPI, ") for peer in PEERS]
     lines = [
-        _line("ms", "size", *PEERS.values(), "bound", "ours/bound", "model"),
+        _line("ms", "size", *peers, "bound", "ours/bound", "model"),
         "|---|---|" + "--:|" * (len(PEERS) + 3),
     ]
     for layout, (_, table) in found.items():
         lines.append(_line(f"**{LAYOUTS[layout]}**", *[""] * (len(PEERS) + 4)))
         lines += _collectives(table)
     lines += ["", "Messages, there and back:", ""]
-    lines += [_line("ms", "", *UNITS.values()), "|---|---|" + "--:|" * len(UNITS)]
+    lines += [_line("ms", "", *SIZES.values()), "|---|---|" + "--:|" * len(SIZES)]
     for layout, (_, table) in found.items():
-        lines += _messages(LAYOUTS[layout], table)
+        for kind in _messages_of(layout):
+            between = f"**{LAYOUTS[layout]}**, {MESSAGES[kind]}"
+            lines.append(_line(between, *[""] * (len(SIZES) + 1)))
+            lines += _messages(table, kind, peers)
     sources = [
         f"{layout}: {run.date}, {run.machine}, `{run.command}`."
         for layout, (run, _) in found.items()
@@ -54,10 +54,15 @@ def tables(history: Sequence[Run]) -> str:
     return "\n".join([*lines, "", *sources])
 
 
+def _messages_of(layout: str) -> list[str]:
+    """Of two hosts one is rank 0's."""
+    return [kind for kind in MESSAGES if layout != "2x2" or kind != "send_recv_far"]
+
+
 def _newest(layout: str, history: Sequence[Run]) -> tuple[Run, Table]:
     """Some runs are of a few collectives or sizes alone, or of fewer rounds than the page says."""
-    kinds = [*COLLECTIVES, *MESSAGES] if layout != "2x2" else [*COLLECTIVES, *list(MESSAGES)[:2]]
-    wanted = {(kind, f"{size:,}") for kind in kinds for size in UNITS}
+    kinds = (*COLLECTIVES, *_messages_of(layout))
+    wanted = {(kind, f"{size:,}") for kind in kinds for size in SIZES}
     for run, table in _history.newest(f"hosts {layout}:", history):
         has_peers = set(PEERS) <= set(table.head)
         has_rows = wanted == {(row[0], row[1]) for row in table.rows}
@@ -70,10 +75,8 @@ def _rows(table: Table, collective: str) -> Iterator[tuple[str, dict[str, str]]]
     """The size and the cells of each row."""
     for row in table.rows:
         if row[0] == collective:
-            yield (
-                UNITS[int(row[1].replace(",", ""))],
-                dict(zip(table.head, row, strict=True)),
-            )
+            size = int(row[1].replace(",", ""))
+            yield SIZES[size], dict(zip(table.head, row, strict=True))
 
 
 def _collectives(table: Table) -> Iterator[str]:
@@ -89,15 +92,10 @@ def _collectives(table: Table) -> Iterator[str]:
             )
 
 
-def _messages(layout: str, table: Table) -> Iterator[str]:
-    for kind, between in MESSAGES.items():
-        sizes = dict(_rows(table, kind))
-        if not sizes:
-            continue  # of two hosts one is rank 0's
-        yield _line(f"**{layout}**, {between}", *[""] * (len(UNITS) + 1))
-        for name, label in PEERS.items():
-            cells = [_milliseconds(sizes[size][name], 3) for size in UNITS.values()]
-            yield _line("", label, *cells)
+def _messages(table: Table, kind: str, peers: Sequence[str]) -> Iterator[str]:
+    sizes = dict(_rows(table, kind))
+    for name, label in zip(PEERS, peers, strict=True):
+        yield _line("", label, *(_milliseconds(sizes[size][name], 3) for size in SIZES.values()))
 
 
 def _milliseconds(text: str, digits: int) -> str:

@@ -64,7 +64,7 @@ def a_run_of_hosts(
                 "-" if "send" in kind else "9 ms (0.98)",
             ]
             for kind in kinds
-            for size in _hosts_page.UNITS
+            for size in _hosts_page.SIZES
         ],
     )
     return Run(date, "some machine", "some command", tables=[table])

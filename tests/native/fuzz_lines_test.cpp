@@ -143,6 +143,21 @@ void a_leader_takes_anything() {
               static_cast<unsigned long long>(begun));
 }
 
+// One end of a message of rank `self`, as its callers may have it.
+Posted posted_by(int self, Random& random) {
+  Posted end{.sends = random.one_in(2),
+             .peer = (self + 1 + static_cast<int>(random.below(kRanks - 1))) % kRanks,
+             .tag = random.below(3),
+             .bytes = static_cast<uint64_t>(random.below(3))};
+  if (!end.sends && random.one_in(4)) {
+    end.peer = -1;
+  }
+  if (end.sends && random.one_in(2)) {
+    end.data = std::string(end.bytes, 'x');
+  }
+  return end;
+}
+
 // A rank with calls and messages of its own.
 void a_rank_takes_anything() {
   Random random(seed() + 4);
@@ -168,14 +183,8 @@ void a_rank_takes_anything() {
         calls.enter({}, call(std::nullopt));
         ++called;
       } else if (random.one_in(2)) {
-        Posted end{.sends = random.one_in(2),
-                   .peer = static_cast<int>(random.below(kRanks + 1)) - 1,
-                   .tag = random.below(3),
-                   .bytes = static_cast<uint64_t>(random.below(3))};
+        Posted end = posted_by(kSelf, random);
         auto message = call(end.tag);
-        if (end.sends && random.one_in(2)) {
-          end.data = std::string(end.bytes, 'x');
-        }
         calls.enter_message(std::move(end), std::move(message));
         ++posted;
       }
@@ -280,18 +289,8 @@ void a_rank_with_lines_takes_anything() {
         calls.enter(std::move(mine), call(std::nullopt));
         ++seq[static_cast<size_t>(self)];
       } else if (random.one_in(2)) {
-        const auto peer = (self + 1 + static_cast<int>(random.below(kRanks - 1))) % kRanks;
-        Posted end{.sends = random.one_in(2),
-                   .peer = peer,
-                   .tag = random.below(3),
-                   .bytes = static_cast<uint64_t>(random.below(3))};
-        if (!end.sends && random.one_in(4)) {
-          end.peer = -1;
-        }
+        Posted end = posted_by(self, random);
         auto message = call(end.tag);
-        if (end.sends && random.one_in(2)) {
-          end.data = std::string(end.bytes, 'x');
-        }
         calls.enter_message(std::move(end), std::move(message));
         ++number[static_cast<size_t>(self)];
       }

@@ -37,12 +37,12 @@ struct OpenCall {
   bool is_long = false;  // this rank says when it is done
 };
 
-// What rank 0 is asked about.
+// A collective or message that has had its time, of which rank 0 is asked.
 struct LateCall {
   Says kind;
   uint64_t seq;
   std::string what;
-  int sender = -1;  // whose message a receive waits for, where that is known
+  int sender = -1;  // whose message a receive waits for; -1: nobody knows
 };
 
 class CallTable {

@@ -50,7 +50,7 @@ class Coordinator {
 
   // Who has not called a collective; where all have, those who may not have told of it.
   std::vector<int> suspects_of(uint64_t seq) const;
-  // Whom collective or message `number` of `rank` waits for; none where that can be anybody.
+  // Whom the collective or message waits for; none where that can be anybody.
   std::vector<int> awaited_by(const Question& question) const;
 
   const Roster& roster_;

@@ -35,7 +35,7 @@ Duties::Duties(const Roster& roster, OpenCalls& calls, std::vector<Connection> l
 
 Duties::Clock::time_point Duties::work(const Star::Ready& ready) {
   star_.take_in(ready);
-  const auto now = Clock::now();  // what is late then is said before
+  const auto now = Clock::now();  // what is late by now rank 0 hears of before it is asked
   participant_.tell_news();
   star_.beat();
   participant_.look(now);

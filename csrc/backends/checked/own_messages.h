@@ -35,7 +35,7 @@ class OwnMessages {
   // One end of one, which has its number; and what is to be said of it. Its data stays here where
   // there is much on its way.
   News post(Posted posted);
-  // This rank asks rank 0 to give it up. As sender_for().
+  // This rank asks rank 0 to give it up. Returns what sender_for() does.
   int doubt(uint64_t number) {
     deliveries_.doubt(number);
     return sender_for(number);

@@ -131,7 +131,7 @@ void PostedMessages::answer(const Question& question,
                             const std::function<std::string(int rank)>& state_of) {
   const auto* waiting = find(question.of, question.seq);
   if (waiting == nullptr && !roster_.has_direct(question.of)) {
-    return;  // what is said of it is on its way, its data too
+    return;  // the word on it is on its way, with its data
   }
   const auto ranks = awaited_by(question);
   const Difference why{"the " + question.why + ", got no answer from " +
@@ -140,7 +140,7 @@ void PostedMessages::answer(const Question& question,
   if (waiting != nullptr) {
     give_up(Posted(*waiting), why);
   } else {
-    // It has its data, or that does not come.
+    // Matched meanwhile: this rank has its data, or its sender does not bring that.
     deny({.rank = question.of, .number = question.seq}, Kind::Timeout, why);
   }
 }

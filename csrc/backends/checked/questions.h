@@ -26,7 +26,7 @@ struct Question {
   Says kind;
   std::string why;
   int of = 0;
-  int sender = -1;  // of a message that `of` has been granted, and whose data has yet to come
+  int sender = -1;  // whose message `of` waits for; -1: it does not know
   std::chrono::steady_clock::time_point until{};
   std::set<int> silent{};
 
