@@ -53,6 +53,12 @@ def test_messages_that_ranks_say_to_each_other() -> None:
     assert output.endswith("tests passed\n")
 
 
+def test_messages_that_are_late() -> None:
+    output = build.run(build.build("late_messages_test", build.SOURCES))
+    print(output)
+    assert output.endswith("tests passed\n")
+
+
 def test_what_goes_over_which_line() -> None:
     output = build.run(build.build("duties_test", build.SOURCES))
     print(output)

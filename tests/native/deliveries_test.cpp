@@ -14,10 +14,7 @@
 #include "agreement_ranks.h"
 #include "backends/checked/coordinator.h"
 #include "backends/checked/deliveries.h"
-#include "backends/checked/own_messages.h"
-#include "backends/checked/posted_messages.h"
 #include "backends/checked/protocol.h"
-#include "backends/checked/rank_progress.h"
 #include "message_group.h"
 #include "program.h"
 
@@ -26,13 +23,6 @@ using namespace std::chrono_literals;
 using Kind = ErrorKind;
 
 namespace {
-
-bool is_over(const Ending& ending) {
-  return ending.ends == 1 && ending.data;
-}
-bool has_timed_out(const Ending& ending) {
-  return ending.ends == 1 && ending.failure && ending.failure->kind == Kind::Timeout;
-}
 
 void a_message_is_there_before_rank_0_has_heard_of_it() {
   for (const bool sent_first : {false, true}) {
@@ -119,153 +109,6 @@ void receives_from_any_source_may_be_others() {
   CHECK(any.data == "zero" && from_1.data == "ones");
   group.hear_everything();
   CHECK(any.ends == 1 && from_1.ends == 1 && !group.has_messages());
-}
-
-void a_send_is_given_up_at_both_ends() {
-  for (const bool is_little : {true, false}) {
-    for (const bool is_there : {true, false}) {
-      Group group;
-      auto& late = group.send(1, 3, 0, "late", is_little, 0ms);
-      if (is_there) {
-        group.hear(Group::direct(1, 3));
-      }
-      group.look(1);
-      group.hear_all({1, 0});
-      group.hear_all({0, 3});
-      group.hear_all({3, 0});
-      group.answer();
-      group.hear_everything();
-      CHECK(has_timed_out(late) && late.failure->ranks == std::vector<int>{3});
-      CHECK_HAS(late.failure->text,
-                "send: the message with tag 0 must be done within 0 s, got no "
-                "answer from rank 3");
-      CHECK(!group.has_messages());
-      auto& received = group.receive(3, 1, 0, 4);
-      group.hear_everything();
-      CHECK(received.ends == 0);
-      auto& next = group.send(1, 3, 0, "next");
-      group.hear_everything();
-      CHECK(received.data == "next" && is_over(next));
-    }
-  }
-}
-
-// It was received before the sender's time was over, of which rank 0 hears later.
-void what_is_received_is_not_given_up() {
-  Group group;
-  auto& sent = group.send(1, 3, 0, "data", true, 0ms);
-  group.hear(Group::direct(1, 3));
-  auto& received = group.receive(3, 1, 0, 4);
-  CHECK(received.data == "data");
-  group.look(1);
-  group.hear_all({1, 0});
-  group.hear_everything();
-  CHECK(is_over(sent) && !group.has_messages());
-}
-
-// Who receives does not answer: the sender's time is over, and the message is there until it does.
-void a_silent_receiver_takes_it_later_or_lets_go() {
-  for (const bool takes : {true, false}) {
-    Group group;
-    auto& sent = group.send(1, 3, 0, "data", true, 0ms);
-    group.look(1);
-    group.hear_all({1, 0});
-    group.answer();
-    group.hear_all({0, 1});
-    CHECK(has_timed_out(sent));
-    CHECK(!group.has_messages());  // nobody waits for it
-    group.hear(Group::direct(1, 3));
-    if (takes) {
-      CHECK(group.receive(3, 1, 0, 4).data == "data");
-      group.hear_everything();
-    } else {
-      group.hear_everything();
-      auto& received = group.receive(3, 1, 0, 4);
-      group.hear_everything();
-      CHECK(received.ends == 0);
-    }
-    CHECK(sent.ends == 1);
-  }
-}
-
-// Its sender has it, but stands still. It is named, and no other rank that does not answer either;
-// by what the receiver knows of it before rank 0's word, or since.
-void data_that_does_not_come_is_late() {
-  for (const auto& [from, knows] :
-       std::vector<std::pair<int, bool>>{{1, false}, {1, true}, {-1, true}}) {
-    Group group;
-    auto& received = group.receive(3, from, 6, 4, 0ms);
-    group.hear_all({3, 0});
-    auto& sent = group.send(1, 3, 6, "data");
-    group.hear_all({1, 0});
-    if (knows) {
-      group.hear_all({0, 3});
-    }
-    group.hear_all({0, 1});
-    CHECK(is_over(sent) && received.ends == 0);
-    group.look(3);
-    group.hear_all({3, 0});
-    group.answer();
-    group.hear_all({0, 3});
-    CHECK(has_timed_out(received));
-    CHECK_HAS(received.failure->text,
-              "recv: the message with tag 6 must be done within 0 s, got no answer from rank 1 (");
-    CHECK((received.failure->ranks == std::vector{1}));
-    group.hear_everything();
-    CHECK(received.ends == 1);
-    group.send(1, 3, 6, "next");
-    CHECK(group.receive(3, 1, 6, 4).ends == 0);
-    group.hear_everything();
-  }
-}
-
-// It is answered by the time at which the receiver would take rank 0 for the one that stands still.
-void what_is_matched_while_it_is_late_is_answered() {
-  Group group;
-  auto& received = group.receive(3, 1, 6, 4, 0ms);
-  group.look(3);
-  group.hear_all({3, 0});
-  auto& sent = group.send(1, 3, 6, "data");
-  group.hear_all({1, 0});
-  group.hear_all({0, 3});
-  CHECK(received.ends == 0);
-  group.answer();
-  group.hear_all({0, 3});
-  CHECK(has_timed_out(received) && (received.failure->ranks == std::vector{1}));
-  group.hear_everything();
-  CHECK(received.ends == 1 && is_over(sent));
-}
-
-void whose_data_it_waits_for_a_rank_is_told() {
-  Group group;
-  auto& received = group.receive(3, -1, 6, 4);
-  group.hear_all({3, 0});
-  group.send(1, 3, 6, "data");
-  group.hear_all({1, 0});
-  group.hear_all({0, 3});
-  const OpenCalls::Asked asked{kAskingOfMessage, 1};
-  group.calls(3).expect_answer(asked);
-  group.look(3);
-  group.hear_all({3, 0});
-  group.answer();
-  group.hear_all({0, 3});
-  const auto who = group.calls(3).answer(asked, 0ms);
-  CHECK(who && (who->ranks == std::vector{1}) && received.ends == 0);
-}
-
-void who_has_sent_and_left_is_named_as_such() {
-  Group group;
-  auto& received = group.receive(3, 1, 6, 4, 0ms);
-  group.send(1, 3, 6, "data");
-  group.leave(1);
-  group.hear_all({3, 0});
-  group.hear_all({1, 0});
-  group.look(3);
-  group.hear_all({3, 0});
-  group.answer();
-  group.hear_all({0, 3});
-  CHECK(has_timed_out(received) && (received.failure->ranks == std::vector{1}));
-  CHECK_HAS(received.failure->text, ", left the group)");
 }
 
 void what_a_rank_that_left_has_sent_is_let_go() {
@@ -432,32 +275,6 @@ void a_message_is_withdrawn_once() {
   }
 }
 
-// Rank 0 asks nobody about it any more.
-void what_is_given_up_does_not_wait() {
-  const Roster roster = roster_of(0, kHosts);
-  const RankProgress progress(roster);
-  PostedMessages messages(roster, progress, [](int, Says, const Payload&) {});
-  for (const bool is_first : {true, false}) {
-    const uint64_t number = is_first ? 1 : 2;
-    messages.add({.rank = 1,
-                  .number = number,
-                  .sends = true,
-                  .peer = 3,
-                  .bytes = 4,
-                  .delivered = Delivered::Data});
-    messages.withdraw(1, number);
-    const auto let_go = [&] { messages.hear_withdrawn(3, 1, number); };
-    if (is_first) {
-      let_go();
-    }
-    CHECK(messages.waits(1, number));
-    messages.answer({number, kOverdue, "it must be done", 1}, [](int) { return "alive"; });
-    CHECK(!messages.waits(1, number));
-    let_go();
-    CHECK(!messages.waits(1, number) && messages.is_empty());
-  }
-}
-
 struct Chances {
   bool of_late_sends;
   bool of_late_receives;
@@ -559,20 +376,12 @@ const std::vector<Test> kTests = {
     TEST(rank_0s_word_waits_for_the_data),
     TEST(what_is_not_sure_waits_for_rank_0),
     TEST(receives_from_any_source_may_be_others),
-    TEST(a_send_is_given_up_at_both_ends),
-    TEST(what_is_received_is_not_given_up),
-    TEST(a_silent_receiver_takes_it_later_or_lets_go),
-    TEST(data_that_does_not_come_is_late),
-    TEST(what_is_matched_while_it_is_late_is_answered),
-    TEST(whose_data_it_waits_for_a_rank_is_told),
-    TEST(who_has_sent_and_left_is_named_as_such),
     TEST(what_a_rank_that_left_has_sent_is_let_go),
     TEST(so_much_of_a_rank_is_on_its_way),
     TEST(ends_on_one_host_and_rank_0_have_no_line),
     TEST(deliveries_that_make_no_sense_are_refused),
     TEST(words_of_other_messages_are_refused),
     TEST(a_message_is_withdrawn_once),
-    TEST(what_is_given_up_does_not_wait),
     TEST(messages_are_those_that_rank_0_matches),
 };
 

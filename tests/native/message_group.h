@@ -40,6 +40,13 @@ struct Ending {
   std::optional<Failure> failure = std::nullopt;
 };
 
+inline bool is_over(const Ending& ending) {
+  return ending.ends == 1 && ending.data;
+}
+inline bool has_timed_out(const Ending& ending) {
+  return ending.ends == 1 && ending.failure && ending.failure->kind == ErrorKind::Timeout;
+}
+
 // All ranks, whose words wait until a test has them heard: in any order, but for those of one
 // route.
 class Group {

@@ -44,6 +44,12 @@ class Waiting {
   Call& call() {
     return call_;
   }
+  void go(uint64_t seq, const std::vector<SharedBytes>& data) {
+    calls_.hear_of_calls([&](CallTable& calls) { calls.go(seq, data); });
+  }
+  void finish(const End& end) {
+    calls_.hear_of_calls([&](CallTable& calls) { calls.finish(end); });
+  }
   void settle() {
     auto [grants, fails] = calls_.take_settled();
     while (auto next = calls_.next_to_begin()) {
@@ -68,17 +74,17 @@ void what_rank_0_has_agreed_on_is_done_after_the_end() {
   const std::vector<std::string> two = {"a", "b"};
   {
     Waiting rank(two);
-    (*rank).finish(lost(1));
+    rank.finish(lost(1));
     rank.settle();
     CHECK(!rank.call().has_failed() && !(*rank).is_waiting(1));
-    (*rank).go(1, {"of 0", "mine"});
+    rank.go(1, {"of 0", "mine"});
     rank.settle();
     CHECK(rank.call().begun() == 1 && rank.call().received().front() == "of 0");
     CHECK((*rank).agreed() == 1 && !(*rank).has_abandoned());
   }
   {  // the word does not come
     Waiting rank(two);
-    (*rank).finish(lost(1, 1ms));
+    rank.finish(lost(1, 1ms));
     CHECK(eventually([&] {
       rank.settle();
       return rank.call().has_failed();
@@ -87,10 +93,10 @@ void what_rank_0_has_agreed_on_is_done_after_the_end() {
   }
   const auto fails = [](const std::vector<std::string>& machines, bool gives, uint64_t agreed) {
     Waiting rank(machines, gives);
-    (*rank).finish(lost(agreed));
+    rank.finish(lost(agreed));
     rank.settle();
     CHECK(rank.call().has_failed());
-    (*rank).go(1, {"of 0", "mine"});
+    rank.go(1, {"of 0", "mine"});
     rank.settle();
     CHECK(!rank.call().has_begun());
   };
@@ -104,7 +110,7 @@ void what_came_with_the_calls_is_not_said_to_be_done() {
   const auto says = [](const std::vector<SharedBytes>& data) {
     Waiting rank({"a", "b"}, true, /*is_long=*/true);
     CHECK((*rank).take_news().size() == 1);  // the call
-    (*rank).go(1, data);
+    rank.go(1, data);
     rank.settle();
     CHECK(rank.call().begun() == 1);
     const bool is_to_be_said = (*rank).done(1);

@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "backends/checked/news.h"
 #include "backends/checked/protocol.h"
 #include "backends/checked/roster.h"
 #include "base/errors.h"
@@ -35,14 +36,6 @@ struct OpenCall {
   // end (of a send, nothing: it has gone). Both are taken out once all ranks have called it.
   std::function<void(uint64_t, const std::vector<SharedBytes>&)> receive;
   bool is_long = false;  // this rank says when it is done
-};
-
-// A collective or message that has had its time, of which rank 0 is asked.
-struct LateCall {
-  Says kind;
-  uint64_t seq;
-  std::string what;
-  int sender = -1;  // whose message a receive waits for; -1: nobody knows
 };
 
 class CallTable {

@@ -67,13 +67,15 @@ void Deliveries::add(Posted send) {
   settle(tag);
 }
 
-void Deliveries::doubt(uint64_t number) {
+void Deliveries::doubt(uint64_t number, const std::string& what) {
   const auto tag = tags_.find(number);
   if (tag == tags_.end()) {
     return;
   }
   for (auto& receive : channels_.at(tag->second).receives) {
-    receive.is_in_doubt |= receive.number == number;
+    if (receive.number == number) {
+      receive.doubt = what;
+    }
   }
 }
 
@@ -114,6 +116,9 @@ bool Deliveries::grant(uint64_t number, const OtherEnd& send) {
   } else {
     begins = send.delivered == Delivered::Words;
     awaited_[key_of(send)] = begins ? std::nullopt : std::optional(number);
+    if (!begins && receive.peer < 0 && !receive.doubt.empty()) {
+      late_.push_back({kOverdue, number, receive.doubt, send.rank});
+    }
   }
   settle(tag);
   return begins;
@@ -157,7 +162,7 @@ void Deliveries::pair(int from, std::deque<Posted>& sends, std::list<Receive>& r
     if (receive.over_by || (receive.peer >= 0 && receive.peer != from)) {
       continue;
     }
-    if (receive.peer < 0 || receive.is_in_doubt || sends.empty()) {
+    if (receive.peer < 0 || !receive.doubt.empty() || sends.empty()) {
       return;
     }
     const auto& send = sends.front();
@@ -246,6 +251,10 @@ std::vector<Deliveries::Send> Deliveries::take_taken() {
 
 std::vector<Deliveries::Send> Deliveries::take_withdrawn() {
   return std::exchange(withdrawn_, {});
+}
+
+std::vector<LateCall> Deliveries::take_late() {
+  return std::exchange(late_, {});
 }
 
 }  // namespace c10d_ext

@@ -20,7 +20,7 @@ Duties::Duties(const Roster& roster, OpenCalls& calls, std::vector<Connection> l
           [this] { star_.wake(); }, std::move(lose)),
       last_words_(
           roster, [this](int other, const Payload& words) { star_.say(other, kDoomed, words); },
-          [this](uint64_t seq) { calls_.doom(seq); }) {
+          [this](uint64_t seq) { participant_.doom(seq); }) {
   const auto tell_it = [this](int rank, Says kind, const Payload& words) {
     tell(rank, kind, words);
   };

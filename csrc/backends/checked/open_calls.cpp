@@ -119,6 +119,10 @@ bool OpenCalls::has_abandoned() const {
 void OpenCalls::expect_answer(Asked asked) {
   const std::lock_guard lock(mutex_);
   asked_.try_emplace(asked);
+  ask(asked);
+}
+
+void OpenCalls::ask(Asked asked) {
   const auto [kind, number] = asked;
   const int sender = kind == kAskingOfMessage ? messages_.sender_for(number) : -1;
   news_.push_back({number, kind, Payload().put(static_cast<int64_t>(number)).put(sender)});
@@ -186,15 +190,10 @@ OpenCalls::Late OpenCalls::take_late(Clock::time_point now,
   auto late = table_.take_late(now, is_root_stopped);
   for (auto& question : late.questions) {
     if (question.kind == kOverdue) {
-      question.sender = messages_.doubt(question.seq);
+      question.sender = messages_.doubt(question.seq, question.what);
     }
   }
   return late;
-}
-
-void OpenCalls::go(uint64_t seq, std::vector<SharedBytes> data) {
-  const std::lock_guard lock(mutex_);
-  table_.go(seq, std::move(data));
 }
 
 void OpenCalls::take_answer(Asked asked, Difference who) {
@@ -204,9 +203,19 @@ void OpenCalls::take_answer(Asked asked, Difference who) {
     if (found == asked_.end()) {
       return;  // nobody waits for it any more
     }
+    if (asked.first == kAskingOfMessage && who.ranks.empty() &&
+        messages_.sender_for(asked.second) >= 0) {
+      ask(asked);  // matched on the way to rank 0, which did not know with whom
+      return;
+    }
     found->second = std::move(who);
   }
   changed_.notify_all();
+}
+
+void OpenCalls::hear_of_calls(const std::function<void(CallTable&)>& what) {
+  const std::lock_guard lock(mutex_);
+  what(table_);
 }
 
 void OpenCalls::hear_of_messages(const std::function<void(OwnMessages&)>& what) {
@@ -224,27 +233,12 @@ void OpenCalls::settle_messages() {
   }
 }
 
-void OpenCalls::deny_collective(uint64_t seq, ErrorKind kind, const Difference& why) {
-  const std::lock_guard lock(mutex_);
-  table_.deny_collective(seq, kind, why);
-}
-
 void OpenCalls::deny_message(uint64_t number, ErrorKind kind, const Difference& why,
                              const OtherEnd& other) {
   const std::lock_guard lock(mutex_);
   messages_.deny(number, other);
   settle_messages();
   table_.deny_message(number, kind, why);
-}
-
-void OpenCalls::finish(End end) {
-  const std::lock_guard lock(mutex_);
-  table_.finish(std::move(end));
-}
-
-void OpenCalls::doom(uint64_t seq) {
-  const std::lock_guard lock(mutex_);
-  table_.doom(seq);
 }
 
 std::pair<std::vector<OpenCalls::Begin>, std::vector<OpenCalls::Failed>> OpenCalls::take_settled() {

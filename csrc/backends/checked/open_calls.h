@@ -88,16 +88,11 @@ class OpenCalls {
   bool break_off(uint64_t seq);
   // `is_root_stopped` is asked where something is late.
   Late take_late(Clock::time_point now, const std::function<bool()>& is_root_stopped);
-  void go(uint64_t seq, std::vector<SharedBytes> data);
   void take_answer(Asked asked, Difference who);
-  // Somebody says something about messages.
+  // Somebody says something about calls, or messages.
+  void hear_of_calls(const std::function<void(CallTable&)>& what);
   void hear_of_messages(const std::function<void(OwnMessages&)>& what);
-  void deny_collective(uint64_t seq, ErrorKind kind, const Difference& why);
   void deny_message(uint64_t number, ErrorKind kind, const Difference& why, const OtherEnd& other);
-  // The group is of no more use. The first reason stays.
-  void finish(End end);
-  // As a CallTable.
-  void doom(uint64_t seq);
 
   // Messages to begin, and what has failed.
   std::pair<std::vector<Begin>, std::vector<Failed>> take_settled();
@@ -113,6 +108,7 @@ class OpenCalls {
   std::optional<Failed> refuse(OpenCall& call, uint64_t seq) const;
   // What has come of what was said about messages.
   void settle_messages();
+  void ask(Asked asked);
 
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;

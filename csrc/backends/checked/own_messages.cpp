@@ -81,6 +81,9 @@ std::vector<News> OwnMessages::take_news() {
     Payload words;
     news.push_back({number, kWithdrawn, put(words, {rank, number, Delivered::Data})});
   }
+  for (const auto& late : deliveries_.take_late()) {
+    news.push_back({late.seq, late.kind, late.words()});
+  }
   return news;
 }
 

@@ -34,13 +34,16 @@ void Participant::obey(uint32_t kind, Payload& words) {
   switch (kind) {
     case kGo: {
       const auto seq = static_cast<uint64_t>(words.number());
-      calls_.go(seq, take_all(words, roster_.place().size));
+      auto data = take_all(words, roster_.place().size);
+      calls_.hear_of_calls([&](CallTable& calls) { calls.go(seq, std::move(data)); });
       break;
     }
     case kDiffer: {
       const auto seq = static_cast<uint64_t>(words.number());
       const auto text = words.text();
-      calls_.deny_collective(seq, Kind::Mismatch, {text, words.numbers<int>()});
+      const Difference how{text, words.numbers<int>()};
+      calls_.hear_of_calls(
+          [&](CallTable& calls) { calls.deny_collective(seq, Kind::Mismatch, how); });
       break;
     }
     case kGranted: {
@@ -107,7 +110,7 @@ void Participant::obey(uint32_t kind, Payload& words) {
       root_done_ = static_cast<uint64_t>(words.number());
       break;
     case kDoomed:
-      calls_.doom(static_cast<uint64_t>(words.number()));
+      doom(static_cast<uint64_t>(words.number()));
       break;
     case kLeaving:
       // Nothing else will be agreed.
@@ -135,7 +138,11 @@ void Participant::finish(End end) {
   if (lose_ && end.kind == Kind::RankLost && end.grace != kUnlimited) {
     lose_(end.ranks);
   }
-  calls_.finish(std::move(end));
+  calls_.hear_of_calls([&](CallTable& calls) { calls.finish(std::move(end)); });
+}
+
+void Participant::doom(uint64_t seq) {
+  calls_.hear_of_calls([seq](CallTable& calls) { calls.doom(seq); });
 }
 
 void Participant::lose_everybody() {
@@ -203,12 +210,8 @@ bool Participant::is_root_stopped() const {
 
 void Participant::look(Clock::time_point now) {
   auto late = calls_.take_late(now, [this] { return is_root_stopped(); });
-  for (const auto& [kind, seq, what, sender] : late.questions) {
-    Payload words = Payload().put(static_cast<int64_t>(seq)).put(what);
-    if (kind == kOverdue) {
-      words.put(sender);
-    }
-    say_(kind, std::move(words));
+  for (const auto& question : late.questions) {
+    say_(question.kind, question.words());
   }
   if (!late.unanswered.empty()) {
     const std::string state = roster_.is_near(0) ? roster_.process_state(0) : "silent";

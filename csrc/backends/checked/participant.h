@@ -39,6 +39,8 @@ class Participant {
   void obey(uint32_t kind, Payload& words);
   // Of a message, what its other end says; the same.
   void hear_of_message(int rank, uint32_t kind, Payload& words);
+  // Collective `seq` has broken off at some rank.
+  void doom(uint64_t seq);
   // There is no connection to rank 0 any more; `how`: kGone or kUnreachable.
   void lose_root(const std::string& how);
   // The first collective that rank 0 may not have done; none where it leaves in good order, or does

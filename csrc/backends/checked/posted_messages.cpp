@@ -130,8 +130,8 @@ void PostedMessages::leave(int rank) {
 void PostedMessages::answer(const Question& question,
                             const std::function<std::string(int rank)>& state_of) {
   const auto* waiting = find(question.of, question.seq);
-  if (waiting == nullptr && !roster_.has_direct(question.of)) {
-    return;  // the word on it is on its way, with its data
+  if (waiting == nullptr && (question.sender < 0 || !roster_.has_direct(question.of))) {
+    return;  // matched meanwhile: the word on it brings its data, or whose it is, and is asked of
   }
   const auto ranks = awaited_by(question);
   const Difference why{"the " + question.why + ", got no answer from " +

@@ -39,9 +39,6 @@ class PostedMessages {
 
   // Whether none waits.
   bool is_empty() const;
-  bool waits(int rank, uint64_t number) const {
-    return find(rank, number) != nullptr;
-  }
   // Whom the message waits for; none where that can be anybody, or it does not wait any more.
   std::vector<int> awaited_by(const Question& question) const;
 
