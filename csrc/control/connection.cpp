@@ -52,7 +52,7 @@ void Connection::say(uint32_t kind, const Payload& sentence) {
   }
   for (const auto& piece : sentence.attached()) {
     if (const size_t taken = take(piece.size()); taken < piece.size()) {
-      unsent_.push_back(piece.part(taken, piece.size() - taken));
+      unsent_.push_back(piece.part(taken, piece.size() - taken).kept());
     }
   }
 }

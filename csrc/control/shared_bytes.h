@@ -10,7 +10,7 @@
 
 namespace c10d_ext {
 
-// Of a part of some bytes that never change. Who holds a part holds them all.
+// Of a part of some bytes that never change, but for lent ones. Who holds a part holds them all.
 class SharedBytes {
  public:
   SharedBytes() = default;
@@ -38,7 +38,20 @@ class SharedBytes {
   }
   // From there on, and not more than there is.
   SharedBytes part(size_t from, size_t count) const {
-    return {std::shared_ptr<const char>(first_, data() + from), count};
+    SharedBytes part(std::shared_ptr<const char>(first_, data() + from), count);
+    part.are_lent_ = are_lent_;
+    return part;
+  }
+
+  // These are another's, who may change them once what they are said for is over.
+  static SharedBytes lent(std::shared_ptr<const char> first, size_t size) {
+    SharedBytes bytes(std::move(first), size);
+    bytes.are_lent_ = true;
+    return bytes;
+  }
+  // What may be kept for longer.
+  SharedBytes kept() const {
+    return are_lent_ ? SharedBytes(std::string(std::string_view(*this))) : *this;
   }
 
   friend bool operator==(const SharedBytes& a, const SharedBytes& b) {
@@ -48,6 +61,7 @@ class SharedBytes {
  private:
   std::shared_ptr<const char> first_;
   size_t size_ = 0;
+  bool are_lent_ = false;
 };
 
 }  // namespace c10d_ext

@@ -310,7 +310,7 @@ def ends_after_a_large_one() -> None:
 def sends_and_ends() -> None:
     """The last rank ends once its messages, for which others wait, are said."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    x = torch.arange(_C.LITTLE_MESSAGE // 4, dtype=torch.float32)
+    x = torch.arange(_C.LITTLE_MESSAGE // 8, dtype=torch.float32)
     y = torch.zeros_like(x)
     # Kernels take little of it at a time.
     Path("/proc/sys/net/ipv4/tcp_wmem").write_text("4096 16384 16384")

@@ -383,7 +383,7 @@ void little_messages_travel_with_what_is_said_of_them() {
   }
   // Rank 0 holds so much data of a rank.
   constexpr size_t kSome = 7, kHeld = 4;
-  constexpr auto kCount = static_cast<int64_t>(kLittleMessage / 4);
+  constexpr auto kCount = static_cast<int64_t>(kLittleAmongWords / 4);
   std::vector<End> sent(kSome), received(kSome);
   for (auto& end : sent) {
     post_little(ranks, 1, 2, end, 'y', 0, kCount);
@@ -398,7 +398,7 @@ void little_messages_travel_with_what_is_said_of_them() {
   End next, taken;  // there is room again
   post_little(ranks, 1, 2, next, 'z', 0, kCount);
   post_receive(ranks, 2, 1, taken, 0, kCount);
-  CHECK(taken.data() == std::string(kLittleMessage, 'z'));
+  CHECK(taken.data() == std::string(kLittleAmongWords, 'z'));
 }
 
 // Whoever is done may end: it waits for a thread that is at the agreement's work.
@@ -450,17 +450,31 @@ void so_many_are_told_by_one() {
 }
 
 void so_much_goes_with_words() {
-  Ranks ranks({"a", "b", "a", "c"});
+  Ranks ranks({"a", "b", "a", "c", "b"});
   for (const auto& [rank, peer, most] :
-       std::vector<std::tuple<int, int, size_t>>{{0, 1, kLittleMessage},
-                                                 {1, 0, kLittleMessage},
+       std::vector<std::tuple<int, int, size_t>>{{0, 1, kLittleAmongWords},
+                                                 {1, 0, kLittleAmongWords},
+                                                 {1, 3, kLittleAmongWords},
+                                                 {0, 2, kLittleAmongWords},
+                                                 {2, 0, kLittleAmongWords},
                                                  {2, 3, kLittleMessage},
                                                  {3, 2, kLittleMessage},
-                                                 {1, 3, kLittleMessage},
+                                                 {2, 4, kLittleMessage},
+                                                 {0, 4, kLittleMessage},
+                                                 {4, 0, kLittleMessage},
+                                                 {4, 1, kLittleOnDetour},
                                                  {1, -1, kLittleOnDetour},
-                                                 {2, -1, kLittleMessage}}) {
+                                                 {2, -1, kLittleAmongWords}}) {
     CHECK(ranks[rank].most_with_words(peer) == most);
   }
+  // Without leaders all calls go to rank 0.
+  std::vector<std::string> many;
+  for (int host = 0; host < 17; ++host) {
+    many.insert(many.end(), 2, std::to_string(host));
+  }
+  Ranks without(many);
+  CHECK(without[3].led_hosts() == 0 && without[3].most_with_words(0) == kLittleAmongWords);
+  CHECK(without[0].most_with_words(3) == kLittleAmongWords);
 }
 
 // More than have lines of their own between hosts: rank 0 brings little messages.

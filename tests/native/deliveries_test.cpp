@@ -123,7 +123,7 @@ void what_a_rank_that_left_has_sent_is_let_go() {
 
 void so_much_of_a_rank_is_on_its_way() {
   Group group;
-  const std::string large(kLittleMessage, 'l');
+  const std::string large(kLittleAmongWords, 'l');
   std::vector<Ending*> sent, received;
   for (int i = 0; i < 5; ++i) {
     sent.push_back(&group.send(1, i % 2 == 0 ? 3 : 4, 0, large));
@@ -141,8 +141,9 @@ void so_much_of_a_rank_is_on_its_way() {
 void ends_on_one_host_and_rank_0_have_no_line() {
   Group group;
   for (const auto& [from, to, most] :
-       std::vector<std::tuple<int, int, size_t>>{{1, 3, kLittleMessage},
-                                                 {1, 0, kLittleMessage},
+       std::vector<std::tuple<int, int, size_t>>{{1, 3, kLittleAmongWords},
+                                                 {1, 0, kLittleAmongWords},
+                                                 {2, 0, kLittleMessage},
                                                  {1, 5, kLittleMessage},
                                                  {5, 1, kLittleMessage},
                                                  {1, 2, kLittleOnDetour},

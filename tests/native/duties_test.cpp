@@ -3,8 +3,10 @@
 
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <array>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <thread>
@@ -18,6 +20,7 @@
 #include "backends/checked/protocol.h"
 #include "backends/checked/roster.h"
 #include "control/connection.h"
+#include "control/shared_bytes.h"
 #include "program.h"
 
 using namespace c10d_ext;
@@ -59,16 +62,20 @@ class Rank {
     CHECK(calls_.done(seq));
     work();
   }
-  // Sends a message. Whether it is over.
-  bool send(int peer, std::string data) {
+  // Sends a message. Whether it is over, with which its data changes.
+  bool send(int peer, const std::string& data) {
+    const auto lent = std::make_shared<std::string>(data);
     bool is_over = false;
     OpenCall call{"send", 0, kLong, [](uint64_t) { CHECK(false); },
                   [](const Failure&) { CHECK(false); }};
     call.receive = [&](uint64_t, const auto&) { is_over = true; };
     Posted posted{.sends = true, .peer = peer, .bytes = data.size()};
-    posted.data = std::move(data);
+    posted.data = SharedBytes::lent({lent, lent->data()}, lent->size());
     calls_.enter_message(std::move(posted), std::move(call));
     work();
+    if (is_over) {
+      std::fill(lent->begin(), lent->end(), '?');
+    }
     return is_over;
   }
   void leave() {

@@ -12,10 +12,15 @@ constexpr size_t kMostHeld = size_t{1} << 20;
 }  // namespace
 
 size_t OwnMessages::most_with_words(int peer) const {
+  const int rank = roster_.place().rank;
   const auto is_on_the_way = [this](int rank) { return roster_.are_on_one_machine(rank, 0); };
-  const bool is_short =
-      is_on_the_way(roster_.place().rank) || is_direct(peer) || (peer >= 0 && is_on_the_way(peer));
-  return is_short ? kLittleMessage : kLittleOnDetour;
+  const bool is_for_root = peer >= 0 && (rank == 0 || peer == 0) && roster_.is_linked(peer);
+  if (is_direct(peer) || (is_for_root && !roster_.hosts().empty())) {
+    const bool is_of_leaders = roster_.is_leader(rank) && roster_.is_leader(peer);
+    return is_of_leaders ? kLittleAmongWords : kLittleMessage;
+  }
+  const bool is_short = is_on_the_way(rank) || (peer >= 0 && is_on_the_way(peer));
+  return is_short ? kLittleAmongWords : kLittleOnDetour;
 }
 
 News OwnMessages::post(Posted posted) {

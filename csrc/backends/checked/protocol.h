@@ -169,7 +169,9 @@ void tell_go(uint64_t seq, const std::vector<Contribution>& data, const std::vec
 void put_data(Payload& words, const std::optional<SharedBytes>& data);
 std::optional<SharedBytes> take_data(Payload& words);
 // So many bytes of a message travel with what is said of it at most.
-constexpr size_t kLittleMessage = 262144;
+constexpr size_t kLittleMessage = 1048576;
+// Over a line over which collectives wait for others' words, or inside a host.
+constexpr size_t kLittleAmongWords = 262144;
 // By rank 0 where neither end is on its host, so that they go from host to host twice.
 constexpr size_t kLittleOnDetour = 4096;
 // But for its rank and number.

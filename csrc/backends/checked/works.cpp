@@ -469,7 +469,9 @@ StartedMessage start_granted(const std::shared_ptr<Agreement>& agreement, const 
     };
     const size_t most = std::min(call.most, agreement->most_with_words(end.peer));
     if (message.sends && end.bytes <= most && call.wire.is_contiguous()) {
-      end.data = std::string(static_cast<const char*>(call.wire.const_data_ptr()), end.bytes);
+      const auto wire = std::make_shared<const at::Tensor>(call.wire);
+      const auto* first = static_cast<const char*>(wire->const_data_ptr());
+      end.data = SharedBytes::lent({wire, first}, end.bytes);
     }
   }
   work->number(agreement->post(std::move(end)));
