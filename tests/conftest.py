@@ -2,9 +2,11 @@
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -24,7 +26,12 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 _kernels = pytest.StashKey[str]()
 
 
+def _interrupt(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt(f"ended by {signal.Signals(number).name}")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    signal.signal(signal.SIGTERM, _interrupt)  # fixtures put away what they have made
     config.addinivalue_line("markers", "timeout(seconds): a deadline, by pytest-timeout")
     # What several processes of pytest-xdist compile, they compile once between them.
     if config.getoption("numprocesses", None) and "TORCHINDUCTOR_CACHE_DIR" not in os.environ:

@@ -1,7 +1,10 @@
 """The harness itself: results by rank, failures with every rank's traceback, clean recovery."""
 
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +12,8 @@ import torch.distributed as dist
 
 from tests.harness import WorkersFailed, run
 from tests.native import build
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def _identify(offset: int) -> tuple[int, int, int]:
@@ -75,3 +80,32 @@ def test_connections_take_turns_on_an_emulated_cable() -> None:
     output = build.run(build.build("fair_queue_test", []))
     print(output)
     assert output.endswith("tests passed\n")
+
+
+TEST = """
+import pathlib, time, pytest
+
+@pytest.fixture
+def thing():
+    pathlib.Path("begun").touch()
+    yield
+    pathlib.Path("put away").touch()
+
+def test_it(thing):
+    time.sleep(60)
+"""
+
+
+def test_what_tests_have_made_is_put_away_when_they_are_terminated(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(TEST)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "test_it.py"]
+    with subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE) as process:
+        until = time.monotonic() + 60
+        while not (tmp_path / "begun").exists():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        process.terminate()
+        output, _ = process.communicate(timeout=60)
+    assert b"KeyboardInterrupt: ended by SIGTERM" in output
+    assert (tmp_path / "put away").exists()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,7 @@ DEADLINE = 30.0
 # Set where a machine must have all that is needed: what is missing there is a failure.
 REQUIRED = "TORCH_C10D_EXT_REQUIRE_NAMESPACES"
 _MTU = "9000"
+_SPACE = re.compile(r"c10dext(\d+)(try|h\d+)")  # the process that made it, and what for
 # Whatever the machine is set to. Linux's default, cubic, cannot be set in a namespace, and differs
 # from this on long links.
 _CONGESTION = "net.ipv4.tcp_congestion_control=reno"
@@ -38,7 +40,7 @@ echo "127.0.0.1 localhost" > /dev/shm/.hosts
 {hosts}
 mount --bind /dev/shm/.hosts /etc/hosts
 echo ready
-exec sleep infinity
+exec cat > /dev/null
 """
 
 
@@ -142,6 +144,15 @@ class Hosts:
             process.wait(DEADLINE)
 
 
+def _forget_the_dead() -> None:
+    """Removes namespaces of processes that were killed; whatever ran there has ended with them."""
+    spaces = Path("/run/netns")
+    for name in os.listdir(spaces) if spaces.is_dir() else ():
+        made = _SPACE.fullmatch(name)
+        if made and not Path(f"/proc/{made[1]}").exists():
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
 def _program(folder: Path) -> Path:
     source = Path(__file__).resolve().with_name("network.cpp")
     program = folder / "network"
@@ -153,7 +164,7 @@ def _program(folder: Path) -> Path:
 def emulated_hosts(
     count: int, mbit: float = 0, delay_us: int = 0, loss: float = 0
 ) -> Iterator[Hosts]:
-    """Hosts with a cable each to one switch.
+    """Hosts with a cable each to one switch. What runs there ends with this process.
 
     Args:
         mbit: rate of each cable, in Mbit/s, in each direction; 0: what the machine gives.
@@ -162,25 +173,18 @@ def emulated_hosts(
     """
     names = [f"c10dext{os.getpid()}h{i}" for i in range(count)]
     inits: list[subprocess.Popen[str]] = []
+    _forget_the_dead()
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="c10d_ext-")))
-        program = _program(folder)
         for name in names:
             stack.callback(
                 subprocess.run, ["ip", "netns", "del", name], check=False, capture_output=True
             )
             _run("ip", "netns", "add", name)
         spaces = [f"/run/netns/{name}" for name in names]
-        switch = subprocess.Popen(
-            [str(program), str(mbit), str(delay_us), str(loss), *spaces],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        stack.callback(_end, switch)
-        assert switch.stdout is not None
-        if switch.stdout.readline() != "ready\n":
-            raise RuntimeError("the switch did not start")
+        with tempfile.TemporaryDirectory(prefix="c10d_ext-") as folder:
+            switch = _started(
+                [str(_program(Path(folder))), str(mbit), str(delay_us), str(loss), *spaces], stack
+            )
         lines = "\n".join(
             f"echo '10.213.77.{i + 1} host{i}' >> /dev/shm/.hosts" for i in range(count)
         )
@@ -191,16 +195,8 @@ def emulated_hosts(
             _run("ip", "netns", "exec", name, "sysctl", "-qw", _CONGESTION)
             script = _INIT.format(name=f"host{i}", boot=uuid.uuid4(), hosts=lines)
             unshare = ["unshare", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child"]
-            init = subprocess.Popen(
-                ["ip", "netns", "exec", name, *unshare, "--mount-proc", "sh", "-ec", script],
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            stack.callback(_end, init)
-            assert init.stdout is not None
-            if init.stdout.readline() != "ready\n":
-                raise RuntimeError(f"host {i} did not start")
-            inits.append(init)
+            command = ["ip", "netns", "exec", name, *unshare, "--mount-proc", "sh", "-ec", script]
+            inits.append(_started(command, stack))
         # `ip netns exec` becomes unshare, whose child is the first process of the host.
         firsts = [
             int(Path(f"/proc/{init.pid}/task/{init.pid}/children").read_text().split()[0])
@@ -209,6 +205,16 @@ def emulated_hosts(
         hosts = Hosts(names, firsts, switch)
         stack.callback(hosts.stop_all)
         yield hosts
+
+
+def _started(command: Sequence[str], stack: contextlib.ExitStack) -> subprocess.Popen[str]:
+    """A program that says that it is ready, and ends with its input: when this process does."""
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    stack.callback(_end, process)
+    assert process.stdout is not None
+    if process.stdout.readline() != "ready\n":
+        raise RuntimeError(f"{command[0]} must start and say ready, got another end of {command}")
+    return process
 
 
 def _end(process: subprocess.Popen[str]) -> None:

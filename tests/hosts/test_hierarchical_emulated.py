@@ -359,3 +359,33 @@ def test_a_rank_of_a_third_network_is_told_which_address_was_tried(tmp_path: Pat
                 f"tried rank {rank - 2} at {hosts.address(0)} (Network is unreachable) "
                 f"(rank {rank}/4, group '0')"
             ) in said, said
+
+
+KILLED = """
+import os, time
+from tests.harness.emulated_hosts import emulated_hosts
+with emulated_hosts(1) as hosts:
+    hosts.start(0, ["sleep", "120"], os.environ, 1)
+    print(hosts.first_process(0), flush=True)
+    time.sleep(120)
+"""
+
+
+def test_nothing_is_left_of_hosts_whose_program_is_killed() -> None:
+    program = subprocess.Popen(
+        [sys.executable, "-c", KILLED], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    with program:
+        assert program.stdout is not None
+        first = Path("/proc", program.stdout.readline().strip())
+        assert first.exists()
+        program.kill()
+        program.wait(DEADLINE)
+    until = time.monotonic() + DEADLINE
+    while first.exists():  # with which all processes of a host end
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    space = Path(f"/run/netns/c10dext{program.pid}h0")
+    assert space.exists()
+    with emulated.emulated_hosts(1):
+        assert not space.exists()
