@@ -101,9 +101,9 @@ def test_every_dtype_and_layout(backend: str, size: int) -> None:
     verify(size, _every_dtype_and_layout, backend=backend, deadline=DEADLINE)
 
 
-# Bytes. Where ranks agree on messages, those of up to 4096 or 262144, by where the ranks are, go
-# with what is said of them.
-SIZES = (4096, 0, 4097, 1, 262144, 4095, 262145, 4096)
+# Bytes. Where ranks agree on messages, those of up to 4096, 262144 or 1048576, by where the ranks
+# are, go with what is said of them.
+SIZES = (4096, 0, 4097, 1, 262144, 4095, 262145, 1048576, 5, 1048577, 4096)
 
 
 def _sizes_in_one_order(sizes: tuple[int, ...]) -> Any:

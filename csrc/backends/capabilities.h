@@ -95,6 +95,8 @@ struct Capabilities {
   bool sends_host_memory_only = false;
   // Messages have every tag from 0 to an int's largest.
   bool has_every_tag = false;
+  // Messages go over sockets, once their two ranks have told each other of them.
+  bool sends_over_sockets = false;
   // A message is not done before its peer's has started: several must start as one.
   bool starts_messages_together = false;
   // The work of a message can only be waited for, by one thread.

@@ -43,7 +43,8 @@ class SharedBytes {
     return part;
   }
 
-  // These are another's, who may change them once what they are said for is over.
+  // These are another's, who may change them once what they are said for is over: from there on
+  // nobody says them.
   static SharedBytes lent(std::shared_ptr<const char> first, size_t size) {
     SharedBytes bytes(std::move(first), size);
     bytes.are_lent_ = true;

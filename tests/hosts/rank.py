@@ -160,6 +160,14 @@ def messages() -> None:
     far = [of for of in others if of not in host]
     asked = [exchange([0, 1, 1025], far), exchange([limit + 1], far)]
     exchange([5, limit + 1, 6, limit, 7], others)
+    # Over a line of two leaders less: words of collectives wait behind it.
+    between = []
+    for pair, count in (
+        ((0, n - 1), limit),
+        ((hosts[0][0], hosts[1][0]), limit // 4),
+        ((hosts[0][0], hosts[1][0]), limit // 4 + 1),
+    ):
+        between.append(exchange([count], [of for of in pair if of != rank] if rank in pair else []))
     # From any source, one after the other; of each source in the order of its sends.
     if rank == n - 1:
         counts = dict.fromkeys(others, 0)
@@ -183,7 +191,7 @@ def messages() -> None:
         assert torch.equal(whole[::2], expected.to(dtype)[::2]) and bool((whole[1::2] == 1).all())
     failures = _failures_of_messages(host[0], next_host[-1])
     _after_a_leader_has_left(hosts)
-    _say(asked=asked, failures=failures)
+    _say(asked=asked, between=between, failures=failures)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -310,7 +318,7 @@ def ends_after_a_large_one() -> None:
 def sends_and_ends() -> None:
     """The last rank ends once its messages, for which others wait, are said."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    x = torch.arange(_C.LITTLE_MESSAGE // 8, dtype=torch.float32)
+    x = torch.arange(_C.LITTLE_MESSAGE // 16, dtype=torch.float32)
     y = torch.zeros_like(x)
     # Kernels take little of it at a time.
     Path("/proc/sys/net/ipv4/tcp_wmem").write_text("4096 16384 16384")

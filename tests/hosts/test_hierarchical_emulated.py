@@ -139,6 +139,9 @@ def test_messages(places: tuple[int, ...], tmp_path: Path) -> None:
     for of in said:
         # With one rank on each host all is counted as gloo's.
         assert (of["asked"][0] == 0) == (hosts < len(places)) and of["asked"][1] > 0
+    if hosts < len(places):
+        assert [of["between"][:2] for of in said] == [[0, 0]] * len(said)
+        assert sum(of["between"][2] for of in said) > 0
     texts = [text for of in said for text in of["failures"]]
     assert len(texts) == 3 * hosts
     late = "send: the message with tag 0 must be done within 0.5 s"

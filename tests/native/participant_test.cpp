@@ -122,6 +122,23 @@ void what_came_with_the_calls_is_not_said_to_be_done() {
   CHECK(says({}));
 }
 
+// Its data may be another's by then.
+void a_message_that_has_failed_is_not_said() {
+  const Roster roster = roster_of(1, {"a", "b"});
+  OpenCalls calls(roster, 2s);
+  Participant rank(
+      roster, calls, [](Says, const Payload&) { CHECK(false); }, [](const Payload&) {},
+      [](int, Says, const Payload&) { CHECK(false); }, [] {}, {});
+  bool has_failed = false;
+  OpenCall call{"send", 0, kLong, [](uint64_t) { CHECK(false); },
+                [&](const Failure&) { has_failed = true; }};
+  CHECK(!calls.enter_message({.sends = true, .peer = 0, .bytes = 4, .data = "data"}, call).second);
+  calls.hear_of_calls([](CallTable& table) { table.finish(lost(0)); });
+  rank.settle();
+  CHECK(has_failed);
+  rank.tell_news();
+}
+
 // Whoever moves the data sends nothing more to ranks that are gone, for it could not bear that.
 void lost_ranks_are_told_of_at_once() {
   const auto told = [](const std::function<void(Participant&)>& happens) {
@@ -455,6 +472,7 @@ void rank_0_tells_who_is_wanted() {
 const std::vector<Test> kTests = {
     TEST(what_rank_0_has_agreed_on_is_done_after_the_end),
     TEST(what_came_with_the_calls_is_not_said_to_be_done),
+    TEST(a_message_that_has_failed_is_not_said),
     TEST(lost_ranks_are_told_of_at_once),
     TEST(what_is_broken_is_told_where_rank_0_is_lost),
     TEST(data_that_is_no_messages_is_refused),

@@ -30,6 +30,7 @@ const std::map<std::string, Capabilities>& known() {
     gloo.keeps_inputs = true;
     gloo.has_every_tag = true;
     gloo.sends_host_memory_only = true;
+    gloo.sends_over_sockets = true;
     gloo.has_blocking_messages = true;
 
     Capabilities nccl;

@@ -118,7 +118,8 @@ class Agreement {
   // The ranks that have not called collective `seq`, and a text that names them with their states;
   // none where all have, or where rank 0 does not say so in time.
   std::pair<std::vector<int>, std::string> awaited(uint64_t seq, Milliseconds within);
-  // The other end of a message, which has not posted its own; none where it has, or can be anybody.
+  // Whom a message waits for: its other end, also where that has sent what is not here yet; none
+  // where it waits for nobody, or for anybody.
   std::pair<std::vector<int>, std::string> awaited_by_message(uint64_t number, Milliseconds within);
   // The pid of a rank whose process is gone, as far as is known.
   std::optional<int> gone(int rank) const;

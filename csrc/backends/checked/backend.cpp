@@ -105,7 +105,7 @@ bool has_tag(const Capabilities& inner, int64_t tag) {
 // So many bytes of a message may travel with what is said of it.
 size_t most_of_message(const Capabilities& inner, int64_t tag, std::optional<size_t> given) {
   return inner.methods.has(Method::AllToAllSingle) && has_tag(inner, tag)
-             ? given.value_or(kLittleMessage)
+             ? given.value_or(inner.sends_over_sockets ? kLittleMessage : kLittleAmongWords)
              : 0;
 }
 

@@ -102,13 +102,10 @@ void CallTable::grant(uint64_t number, uint64_t peer, std::optional<SharedBytes>
 }
 
 void CallTable::deny(Calls& calls, uint64_t seq, ErrorKind kind, const Difference& why) {
-  const auto found = calls.find(seq);
-  if (found == calls.end()) {
-    return;
+  if (auto denied = calls.extract(seq)) {
+    auto failure = failure_of(kind, denied.mapped().op, seq, why.text, why.ranks);
+    fails_.push_back({std::move(denied.mapped()), std::move(failure)});
   }
-  auto failure = failure_of(kind, found->second.op, seq, why.text, why.ranks);
-  fails_.push_back({std::move(found->second), std::move(failure)});
-  calls.erase(found);
 }
 
 std::optional<OpenCall> CallTable::take_running(uint64_t seq) {

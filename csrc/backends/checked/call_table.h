@@ -15,7 +15,6 @@
 #include <utility>
 #include <vector>
 
-#include "backends/checked/news.h"
 #include "backends/checked/protocol.h"
 #include "backends/checked/roster.h"
 #include "base/errors.h"
@@ -36,6 +35,14 @@ struct OpenCall {
   // end (of a send, nothing: it has gone). Both are taken out once all ranks have called it.
   std::function<void(uint64_t, const std::vector<SharedBytes>&)> receive;
   bool is_long = false;  // this rank says when it is done
+};
+
+// A collective or message that has had its time, of which rank 0 is asked.
+struct LateCall {
+  Says kind;
+  uint64_t seq;
+  std::string what;
+  int sender = -1;  // whose message a receive waits for; -1: nobody knows
 };
 
 class CallTable {
@@ -76,6 +83,13 @@ class CallTable {
   }
   void deny_message(uint64_t number, ErrorKind kind, const Difference& why) {
     deny(messages_, number, kind, why);
+  }
+  // Rank 0 is to be asked of the message another time.
+  void ask_again(uint64_t number) {
+    if (const auto found = messages_.find(number); found != messages_.end()) {
+      found->second.asked = false;
+      found->second.late = soonest_ = Clock::now();
+    }
   }
   // A collective whose data is there, which runs no longer; none where it did not.
   std::optional<OpenCall> take_running(uint64_t seq);

@@ -67,15 +67,13 @@ void Deliveries::add(Posted send) {
   settle(tag);
 }
 
-void Deliveries::doubt(uint64_t number, const std::string& what) {
+void Deliveries::doubt(uint64_t number) {
   const auto tag = tags_.find(number);
   if (tag == tags_.end()) {
     return;
   }
   for (auto& receive : channels_.at(tag->second).receives) {
-    if (receive.number == number) {
-      receive.doubt = what;
-    }
+    receive.is_in_doubt |= receive.number == number;
   }
 }
 
@@ -116,8 +114,8 @@ bool Deliveries::grant(uint64_t number, const OtherEnd& send) {
   } else {
     begins = send.delivered == Delivered::Words;
     awaited_[key_of(send)] = begins ? std::nullopt : std::optional(number);
-    if (!begins && receive.peer < 0 && !receive.doubt.empty()) {
-      late_.push_back({kOverdue, number, receive.doubt, send.rank});
+    if (!begins && receive.peer < 0 && receive.is_in_doubt) {
+      known_.push_back(number);
     }
   }
   settle(tag);
@@ -162,7 +160,7 @@ void Deliveries::pair(int from, std::deque<Posted>& sends, std::list<Receive>& r
     if (receive.over_by || (receive.peer >= 0 && receive.peer != from)) {
       continue;
     }
-    if (receive.peer < 0 || !receive.doubt.empty() || sends.empty()) {
+    if (receive.peer < 0 || receive.is_in_doubt || sends.empty()) {
       return;
     }
     const auto& send = sends.front();
@@ -253,8 +251,8 @@ std::vector<Deliveries::Send> Deliveries::take_withdrawn() {
   return std::exchange(withdrawn_, {});
 }
 
-std::vector<LateCall> Deliveries::take_late() {
-  return std::exchange(late_, {});
+std::vector<uint64_t> Deliveries::take_known() {
+  return std::exchange(known_, {});
 }
 
 }  // namespace c10d_ext

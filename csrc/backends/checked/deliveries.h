@@ -12,12 +12,10 @@
 #include <list>
 #include <map>
 #include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 
 #include "backends/checked/matching.h"
-#include "backends/checked/news.h"
 #include "backends/checked/protocol.h"
 #include "backends/checked/roster.h"
 
@@ -41,8 +39,8 @@ class Deliveries {
   void post(const Posted& receive);
   // What a sender says. Throws std::runtime_error where that makes no sense.
   void add(Posted send);
-  // This rank asks rank 0 to give the receive up, by those words.
-  void doubt(uint64_t number, const std::string& what);
+  // This rank asks rank 0 to give the receive up.
+  void doubt(uint64_t number);
   // Whose message the receive waits for; -1: nobody knows.
   int sender_for(uint64_t number) const;
   // Rank 0 has granted it a message. Whether to begin it by that: its data comes another way.
@@ -57,8 +55,8 @@ class Deliveries {
   std::vector<Received> take_received();
   std::vector<Send> take_taken();
   std::vector<Send> take_withdrawn();
-  // Receives in doubt whose senders are known by now: those are to be asked for by name.
-  std::vector<LateCall> take_late();
+  // Receives in doubt whose senders nobody knew then.
+  std::vector<uint64_t> take_known();
 
  private:
   struct Receive {
@@ -66,7 +64,7 @@ class Deliveries {
     int peer;  // -1: any
     uint64_t bytes;
     DType dtype;
-    std::string doubt = {};                      // by which words it is, where it is
+    bool is_in_doubt = false;
     std::optional<Send> over_by = std::nullopt;  // its data is here, and rank 0 has yet to say so
   };
   // Of one tag, in the order of their posts.
@@ -102,7 +100,7 @@ class Deliveries {
   std::vector<Received> received_;
   std::vector<Send> taken_;  // before rank 0's word
   std::vector<Send> withdrawn_;
-  std::vector<LateCall> late_;
+  std::vector<uint64_t> known_;
 };
 
 }  // namespace c10d_ext

@@ -4,25 +4,11 @@
 
 #include <cstdint>
 #include <optional>
-#include <string>
 
 #include "backends/checked/protocol.h"
 #include "control/payload.h"
 
 namespace c10d_ext {
-
-// A collective or message that has had its time, of which rank 0 is asked.
-struct LateCall {
-  Says kind;
-  uint64_t seq;
-  std::string what;
-  int sender = -1;  // whose message a receive waits for; -1: nobody knows
-
-  Payload words() const {
-    Payload words = Payload().put(static_cast<int64_t>(seq)).put(what);
-    return kind == kOverdue ? words.put(sender) : words;
-  }
-};
 
 // Something to say about collective, or message, `seq`.
 struct News {

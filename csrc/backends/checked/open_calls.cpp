@@ -190,7 +190,7 @@ OpenCalls::Late OpenCalls::take_late(Clock::time_point now,
   auto late = table_.take_late(now, is_root_stopped);
   for (auto& question : late.questions) {
     if (question.kind == kOverdue) {
-      question.sender = messages_.doubt(question.seq, question.what);
+      question.sender = messages_.doubt(question.seq);
     }
   }
   return late;
@@ -231,6 +231,9 @@ void OpenCalls::settle_messages() {
   for (auto& news : messages_.take_news()) {
     news_.push_back(std::move(news));
   }
+  for (const uint64_t number : messages_.take_known()) {
+    table_.ask_again(number);
+  }
 }
 
 void OpenCalls::deny_message(uint64_t number, ErrorKind kind, const Difference& why,
@@ -243,6 +246,10 @@ void OpenCalls::deny_message(uint64_t number, ErrorKind kind, const Difference& 
 
 std::pair<std::vector<OpenCalls::Begin>, std::vector<OpenCalls::Failed>> OpenCalls::take_settled() {
   const std::lock_guard lock(mutex_);
+  if (table_.end()) {
+    // What has failed is not said any more: its data is not this one's.
+    std::erase_if(news_, [](const News& one) { return one.kind == kPosting; });
+  }
   return table_.take_settled();
 }
 

@@ -13,13 +13,13 @@ constexpr size_t kMostHeld = size_t{1} << 20;
 
 size_t OwnMessages::most_with_words(int peer) const {
   const int rank = roster_.place().rank;
-  const auto is_on_the_way = [this](int rank) { return roster_.are_on_one_machine(rank, 0); };
   const bool is_for_root = peer >= 0 && (rank == 0 || peer == 0) && roster_.is_linked(peer);
   if (is_direct(peer) || (is_for_root && !roster_.hosts().empty())) {
     const bool is_of_leaders = roster_.is_leader(rank) && roster_.is_leader(peer);
     return is_of_leaders ? kLittleAmongWords : kLittleMessage;
   }
-  const bool is_short = is_on_the_way(rank) || (peer >= 0 && is_on_the_way(peer));
+  const bool is_short =
+      roster_.are_on_one_machine(rank, 0) || (peer >= 0 && roster_.are_on_one_machine(peer, 0));
   return is_short ? kLittleAmongWords : kLittleOnDetour;
 }
 
@@ -85,9 +85,6 @@ std::vector<News> OwnMessages::take_news() {
   for (const auto& [rank, number] : deliveries_.take_withdrawn()) {
     Payload words;
     news.push_back({number, kWithdrawn, put(words, {rank, number, Delivered::Data})});
-  }
-  for (const auto& late : deliveries_.take_late()) {
-    news.push_back({late.seq, late.kind, late.words()});
   }
   return news;
 }

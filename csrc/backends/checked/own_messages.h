@@ -6,7 +6,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "backends/checked/deliveries.h"
@@ -36,9 +35,9 @@ class OwnMessages {
   // One end of one, which has its number; and what is to be said of it. Its data stays here where
   // there is much on its way.
   News post(Posted posted);
-  // This rank asks rank 0 to give it up, by those words. Returns what sender_for() does.
-  int doubt(uint64_t number, const std::string& what) {
-    deliveries_.doubt(number, what);
+  // This rank asks rank 0 to give it up. Returns what sender_for() does.
+  int doubt(uint64_t number) {
+    deliveries_.doubt(number);
     return sender_for(number);
   }
   // Whose message a receive waits for; -1: nobody knows, or it is a send.
@@ -70,6 +69,10 @@ class OwnMessages {
 
   std::vector<Granted> take_granted();
   std::vector<News> take_news();
+  // Receives that this rank has asked rank 0 to give up, whose senders nobody knew then.
+  std::vector<uint64_t> take_known() {
+    return deliveries_.take_known();
+  }
 
  private:
   bool is_direct(int peer) const {

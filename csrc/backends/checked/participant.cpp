@@ -210,8 +210,12 @@ bool Participant::is_root_stopped() const {
 
 void Participant::look(Clock::time_point now) {
   auto late = calls_.take_late(now, [this] { return is_root_stopped(); });
-  for (const auto& question : late.questions) {
-    say_(question.kind, question.words());
+  for (const auto& [kind, seq, what, sender] : late.questions) {
+    Payload words = Payload().put(static_cast<int64_t>(seq)).put(what);
+    if (kind == kOverdue) {
+      words.put(sender);
+    }
+    say_(kind, std::move(words));
   }
   if (!late.unanswered.empty()) {
     const std::string state = roster_.is_near(0) ? roster_.process_state(0) : "silent";

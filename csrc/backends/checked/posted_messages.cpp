@@ -131,7 +131,7 @@ void PostedMessages::answer(const Question& question,
                             const std::function<std::string(int rank)>& state_of) {
   const auto* waiting = find(question.of, question.seq);
   if (waiting == nullptr && (question.sender < 0 || !roster_.has_direct(question.of))) {
-    return;  // matched meanwhile: the word on it brings its data, or whose it is, and is asked of
+    return;  // matched: it has its data by the word on that, or asks again, of its sender
   }
   const auto ranks = awaited_by(question);
   const Difference why{"the " + question.why + ", got no answer from " +

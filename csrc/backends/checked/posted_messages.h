@@ -37,6 +37,12 @@ class PostedMessages {
   // A message is late, and it is known now in what state ranks are.
   void answer(const Question& question, const std::function<std::string(int rank)>& state_of);
 
+  // Nobody waits for any of them.
+  void end() {
+    matching_ = {};
+    withdrawn_.clear();
+  }
+
   // Whether none waits.
   bool is_empty() const;
   // Whom the message waits for; none where that can be anybody, or it does not wait any more.

@@ -28,7 +28,10 @@ HierarchicalBackend::HierarchicalBackend(int rank, int size, const std::string& 
                               .local = hierarchical::Part(std::move(local), group_name),
                               .rail = hierarchical::Part(std::move(rail), group_name),
                               .flat = hierarchical::Part(std::move(flat), group_name)})),
-      schedules_(TaskQueue::start("c10d_ext_hosts")) {
+      schedules_(TaskQueue::start("c10d_ext_hosts")),
+      can_(InnerBackend::capabilities()) {
+  can_.has_blocking_messages = true;
+  can_.sends_over_sockets = parts_->flat.sends_over_sockets();
   init();
 }
 
@@ -37,11 +40,7 @@ HierarchicalBackend::~HierarchicalBackend() {
 }
 
 const Capabilities& HierarchicalBackend::capabilities() const {
-  static const Capabilities can = [inherited = InnerBackend::capabilities()]() mutable {
-    inherited.has_blocking_messages = true;
-    return inherited;
-  }();
-  return can;
+  return can_;
 }
 
 void HierarchicalBackend::setTimeout(std::chrono::milliseconds timeout) {

@@ -54,6 +54,7 @@ class HierarchicalBackend final : public InnerBackend {
 
   const std::shared_ptr<const hierarchical::Parts> parts_;
   const std::shared_ptr<TaskQueue> schedules_;
+  Capabilities can_;
   // On which works end, and with them callbacks of users run.
   const std::shared_ptr<ThreadPool> ends_ = ThreadPool::make("c10d_ext_hend");
 };

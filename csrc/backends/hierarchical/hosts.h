@@ -59,6 +59,9 @@ class Part {
   bool has_messages() const {
     return can_.methods.has(Method::Send) && can_.methods.has(Method::Recv);
   }
+  bool sends_over_sockets() const {
+    return can_.sends_over_sockets;
+  }
   // Whether kOwnTag is one of its tags, which no message of users has.
   bool has_own_tag() const {
     return has_messages() && can_.has_every_tag;
