@@ -367,7 +367,7 @@ def test_a_rank_of_a_third_network_is_told_which_address_was_tried(tmp_path: Pat
 KILLED = """
 import os, time
 from tests.harness.emulated_hosts import emulated_hosts
-with emulated_hosts(1) as hosts:
+with emulated_hosts(2) as hosts:
     hosts.start(0, ["sleep", "120"], os.environ, 1)
     print(hosts.first_process(0), flush=True)
     time.sleep(120)
@@ -380,7 +380,8 @@ def test_nothing_is_left_of_hosts_whose_program_is_killed() -> None:
     )
     with program:
         assert program.stdout is not None
-        first = Path("/proc", program.stdout.readline().strip())
+        said = program.stdout.readline()
+        first = Path(f"/proc/{int(said)}")
         assert first.exists()
         program.kill()
         program.wait(DEADLINE)
@@ -390,5 +391,5 @@ def test_nothing_is_left_of_hosts_whose_program_is_killed() -> None:
         time.sleep(0.01)
     space = Path(f"/run/netns/c10dext{program.pid}h0")
     assert space.exists()
-    with emulated.emulated_hosts(1):
+    with emulated.emulated_hosts(2):
         assert not space.exists()
