@@ -18,9 +18,12 @@
 //                                         Unwanted: it waits no longer
 //   Late, Broken, Overdue: what is
 //   the matter (Overdue: and whose
-//   message it waits for)              ->
+//   message it waits for; where it is
+//   matched, and not known whose it
+//   is, it is asked of again)          ->
 //   Asking: who has not called it, or
-//     is at a message's other end      ->
+//     is at a message's other end, and
+//     whose message it is              ->
 //                                      <- Awaited: who has not
 //                                      <- Ping: are you there?
 //   Pong: it is, and how many
