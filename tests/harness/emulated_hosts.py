@@ -212,8 +212,8 @@ def _started(command: Sequence[str], stack: contextlib.ExitStack) -> subprocess.
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     stack.callback(_end, process)
     assert process.stdout is not None
-    if process.stdout.readline() != "ready\n":
-        raise RuntimeError(f"{command[0]} must start and say ready, got another end of {command}")
+    if (line := process.stdout.readline()) != "ready\n":
+        raise RuntimeError(f"{command[0]}: must say that it is ready, got {line!r} of {command}")
     return process
 
 

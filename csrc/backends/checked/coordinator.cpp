@@ -219,7 +219,7 @@ void Coordinator::end_for_all(End end) {
     has_ended_ = true;
     end.agreed = progress_.agreed();
     tell_all(kOver, encoded(end));
-    messages_.end();
+    messages_.drop_all();
   }
 }
 

@@ -55,7 +55,7 @@ class Deliveries {
   std::vector<Received> take_received();
   std::vector<Send> take_taken();
   std::vector<Send> take_withdrawn();
-  // Receives in doubt whose senders nobody knew then.
+  // Receives from any source that came in doubt before rank 0 said whose messages they take.
   std::vector<uint64_t> take_known();
 
  private:

@@ -247,7 +247,7 @@ void OpenCalls::deny_message(uint64_t number, ErrorKind kind, const Difference& 
 std::pair<std::vector<OpenCalls::Begin>, std::vector<OpenCalls::Failed>> OpenCalls::take_settled() {
   const std::lock_guard lock(mutex_);
   if (table_.end()) {
-    // What has failed is not said any more: its data is not this one's.
+    // A message that has failed is not said: its memory is its caller's again.
     std::erase_if(news_, [](const News& one) { return one.kind == kPosting; });
   }
   return table_.take_settled();

@@ -69,7 +69,7 @@ class OwnMessages {
 
   std::vector<Granted> take_granted();
   std::vector<News> take_news();
-  // Receives that this rank has asked rank 0 to give up, whose senders nobody knew then.
+  // As Deliveries has them: rank 0 was asked of them without a sender.
   std::vector<uint64_t> take_known() {
     return deliveries_.take_known();
   }

@@ -37,8 +37,8 @@ class PostedMessages {
   // A message is late, and it is known now in what state ranks are.
   void answer(const Question& question, const std::function<std::string(int rank)>& state_of);
 
-  // Nobody waits for any of them.
-  void end() {
+  // The group has ended, and nobody waits for any of them.
+  void drop_all() {
     matching_ = {};
     withdrawn_.clear();
   }
