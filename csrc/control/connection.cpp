@@ -150,8 +150,11 @@ bool Connection::listen(size_t limit) {
 }
 
 bool Connection::is_on_its_way() const {
-  int left = 0;
-  return ::ioctl(fd(), SIOCOUTQ, &left) == 0 && left > 0;
+  int domain = 0, left = 0;
+  socklen_t size = sizeof(domain);
+  const bool is_there_at_once =
+      getsockopt(fd(), SOL_SOCKET, SO_DOMAIN, &domain, &size) == 0 && domain == AF_UNIX;
+  return !is_there_at_once && ::ioctl(fd(), SIOCOUTQ, &left) == 0 && left > 0;
 }
 
 bool Connection::is_unreachable() const {

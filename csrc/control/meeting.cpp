@@ -1,6 +1,7 @@
 // Whom others connect to listens at a port that it puts into the store, with its addresses and a
-// random token; the others try the addresses one after the other, and say the token. They connect
-// to rank 0 twice, which answers once all are there; to others once, who answer at once.
+// random token; the others try the addresses one after the other, and say the token. Those of its
+// network find there by which name it listens, too, and try that first. They connect to rank 0
+// twice, which answers once all are there; to others once, who answer at once.
 
 #include "control/meeting.h"
 
@@ -98,11 +99,21 @@ void tune_line(const Connection& line, const Member& one, const Member& other) {
   }
 }
 
+// Where a rank puts the name for those of its network.
+std::string key_of_name(int rank, const std::string& network) {
+  return key_of(rank) + " in " + network;
+}
+
 // Where other ranks connect to this one.
 class Entrance {
  public:
-  Entrance(const KeyValueStore& store, int rank)
+  Entrance(const KeyValueStore& store, int rank, const std::string& network)
       : rank_(rank), token_(random_secret()), listening_(listen_anywhere()) {
+    const std::string name = "c10d_ext-" + random_secret();
+    by_name_ = listen_by_name(name);
+    if (by_name_) {  // told first: who sees where this rank is looks for it
+      store.set(key_of_name(rank, network), name);
+    }
     std::ostringstream at;
     at << token_ << ' ' << listening_.port;
     for (const auto& address : own_addresses()) {
@@ -119,26 +130,31 @@ class Entrance {
       if (deadline.passed()) {
         throw std::runtime_error(text_of_missing(awaited) + deadline.within());
       }
-      std::vector<pollfd> fds{{listening_.socket.get(), POLLIN, 0}};
+      std::vector<pollfd> fds{{listening_.socket.get(), POLLIN, 0}, {by_name_.get(), POLLIN, 0}};
       for (const auto& stranger : strangers_) {
         fds.push_back({stranger.fd(), POLLIN, 0});
       }
       deadline.poll(fds);
       for (size_t i = 0; i < strangers_.size(); ++i) {
-        if (fds[i + 1].revents != 0) {
+        if (fds[i + 2].revents != 0) {
           hear(strangers_[i], enter);
         }
       }
       std::erase_if(strangers_, [](const Connection& line) { return !line.is_open(); });
-      if (fds[0].revents != 0 && strangers_.size() < kMostStrangers) {
-        if (FdOwner socket = accept_socket(listening_.socket)) {
-          strangers_.emplace_back(std::move(socket));
-        }
-      }
+      admit_stranger(fds[0], listening_.socket);
+      admit_stranger(fds[1], by_name_);
     }
   }
 
  private:
+  void admit_stranger(const pollfd& door, const FdOwner& listening) {
+    if (door.revents != 0 && strangers_.size() < kMostStrangers) {
+      if (FdOwner socket = accept_socket(listening)) {
+        strangers_.emplace_back(std::move(socket));
+      }
+    }
+  }
+
   std::string text_of_missing(const std::vector<int>& ranks) const {
     std::ostringstream text;
     const char* separator = ranks.size() == 1 ? "rank " : "ranks ";
@@ -175,6 +191,7 @@ class Entrance {
   const int rank_;
   const std::string token_;
   const Listening listening_;
+  FdOwner by_name_;  // where that can be
   std::vector<Connection> strangers_;
 };
 
@@ -203,11 +220,13 @@ size_t common(const std::string& one, const std::string& other) {
   return static_cast<size_t>(end - one.begin());
 }
 
-// The other side of an Entrance: tries the addresses of `rank` until `attempt` says nothing, which
-// is told the rank's token, or else why that was not it. First those most like `nearest`.
-void visit(const KeyValueStore& store, int rank, const Deadline& deadline,
-           const std::string& nearest,
-           const std::function<std::string(const Address&, const std::string& token)>& attempt) {
+// The other side of an Entrance, from `network`: tries the name of `rank` there, and its addresses,
+// until `attempt` says nothing, which is told the rank's token, or else why that was not it. First
+// those most like `nearest`. The address at which it was; by its name, the one that would be next.
+std::string visit(
+    const KeyValueStore& store, int rank, const Deadline& deadline, const std::string& network,
+    const std::string& nearest,
+    const std::function<std::string(const Address&, const std::string& token)>& attempt) {
   const std::string key = key_of(rank);
   const std::string whom = "rank " + std::to_string(rank);
   while (!store.has(key)) {
@@ -224,12 +243,24 @@ void visit(const KeyValueStore& store, int rank, const Deadline& deadline,
   std::stable_sort(addresses.begin(), addresses.end(), [&](const auto& one, const auto& other) {
     return common(one, nearest) > common(other, nearest);
   });
+  const std::string first = addresses.empty() ? std::string() : addresses.front();
   std::ostringstream tried;
+  if (const std::string key_here = key_of_name(rank, network); store.has(key_here)) {
+    const auto named = address_of_name(store.get(key_here, milliseconds(5000)));
+    const std::string why = named ? attempt(*named, token) : "no name";
+    if (why.empty()) {
+      return first;
+    }
+    if (deadline.passed()) {
+      tried << first << " (" << why << ")";
+      addresses.clear();
+    }
+  }
   for (const auto& text : addresses) {
     const auto address = parse_address(text, port);
     const std::string why = address ? attempt(*address, token) : "not an address";
     if (why.empty()) {
-      return;
+      return text;
     }
     tried << (tried.str().empty() ? "" : ", ") << text << " (" << why << ")";
   }
@@ -252,7 +283,7 @@ Connections gather_lines(const KeyValueStore& store, const Place& place, const M
   star.death_sockets.resize(size);
   star.members.resize(size);
   star.members[0] = self;
-  Entrance entrance(store, place.rank);
+  Entrance entrance(store, place.rank, self.network);
   entrance.admit(
       deadline,
       [&] {
@@ -288,48 +319,49 @@ Connections gather_lines(const KeyValueStore& store, const Place& place, const M
   return star;
 }
 
+// `reached`: an address of rank 0.
 Connections join_lines(const KeyValueStore& store, const Place& place, const Member& self,
-                       const Deadline& deadline) {
+                       const Deadline& deadline, std::string& reached) {
   Connections star;
   const auto size = static_cast<size_t>(place.size);
   star.lines.resize(size);
   star.death_sockets.resize(size);
-  visit(store, 0, deadline, {},
-        [&](const Address& address, const std::string& token) -> std::string {
-          FdOwner socket, death_socket;
-          for (auto* end : {&socket, &death_socket}) {
-            if (auto why = reach(address, deadline, *end); !why.empty()) {
-              return why;
-            }
-          }
-          Connection line(std::move(socket)), death_line(std::move(death_socket));
-          Payload hello, death_hello;
-          hello.put(token).put(place.rank);
-          put(hello, self);
-          death_hello.put(token).put(place.rank);
-          line.say(kHello, hello);
-          death_line.say(kDeathSocket, death_hello);
-          // Rank 0 answers when the last rank is there.
-          auto welcome = await(line, deadline, kMostOfAWelcome);
-          if (auto why = why_not_welcome(welcome, deadline); !why.empty()) {
-            return why;
-          }
-          for (int rank = 0; rank < place.size; ++rank) {
-            star.members.push_back(take_member(welcome->words));
-          }
-          tune_line(line, self, star.members[0]);
-          star.lines[0] = std::move(line);
-          star.death_sockets[0] = death_line.take_socket();
-          return {};
-        });
+  reached = visit(store, 0, deadline, self.network, {},
+                  [&](const Address& address, const std::string& token) -> std::string {
+                    FdOwner socket, death_socket;
+                    for (auto* end : {&socket, &death_socket}) {
+                      if (auto why = reach(address, deadline, *end); !why.empty()) {
+                        return why;
+                      }
+                    }
+                    Connection line(std::move(socket)), death_line(std::move(death_socket));
+                    Payload hello, death_hello;
+                    hello.put(token).put(place.rank);
+                    put(hello, self);
+                    death_hello.put(token).put(place.rank);
+                    line.say(kHello, hello);
+                    death_line.say(kDeathSocket, death_hello);
+                    // Rank 0 answers when the last rank is there.
+                    auto welcome = await(line, deadline, kMostOfAWelcome);
+                    if (auto why = why_not_welcome(welcome, deadline); !why.empty()) {
+                      return why;
+                    }
+                    for (int rank = 0; rank < place.size; ++rank) {
+                      star.members.push_back(take_member(welcome->words));
+                    }
+                    tune_line(line, self, star.members[0]);
+                    star.lines[0] = std::move(line);
+                    star.death_sockets[0] = death_line.take_socket();
+                    return {};
+                  });
   return star;
 }
 
 // A line to another rank than rank 0.
-Connection reach_other(const KeyValueStore& store, int other, int rank, const std::string& nearest,
-                       const Deadline& deadline) {
+Connection reach_other(const KeyValueStore& store, int other, int rank, const std::string& network,
+                       const std::string& nearest, const Deadline& deadline) {
   Connection line;
-  visit(store, other, deadline, nearest,
+  visit(store, other, deadline, network, nearest,
         [&](const Address& address, const std::string& token) -> std::string {
           FdOwner socket;
           if (auto why = reach(address, deadline, socket); !why.empty()) {
@@ -397,27 +429,27 @@ std::vector<int> partners_of(int rank, const std::vector<Member>& members,
   return {partners.begin(), partners.end()};
 }
 
-// Each connects to those before it; rank 0 has all lines that it needs.
+// Each connects to those before it; rank 0 has all lines that it needs. `nearest`: over which
+// addresses.
 void meet_others(const KeyValueStore& store, const Place& place, const Deadline& deadline,
-                 Connections& met) {
+                 std::string nearest, Connections& met) {
   const auto hosts = ranks_by_leader(met.members);
   if (hosts.empty() || place.rank == 0) {
     return;
   }
   const auto partners = partners_of(place.rank, met.members, hosts);
   const auto before = std::lower_bound(partners.begin(), partners.end(), place.rank);
-  std::optional<Entrance> entrance;
-  if (before != partners.end()) {
-    entrance.emplace(store, place.rank);
-  }
-  // Where a machine has several networks, that over which the last one was reached will do.
-  std::string nearest = address_of_peer(met.lines[0].fd());
   const auto network = [&](int rank) -> const std::string& {
     return met.members[static_cast<size_t>(rank)].network;
   };
+  std::optional<Entrance> entrance;
+  if (before != partners.end()) {
+    entrance.emplace(store, place.rank, network(place.rank));
+  }
   for (auto other = partners.begin(); other != before; ++other) {
     auto& line = met.lines[static_cast<size_t>(*other)];
-    line = reach_other(store, *other, place.rank, nearest, deadline);
+    line = reach_other(store, *other, place.rank, network(place.rank), nearest, deadline);
+    // Where a machine has several networks, that over which the last one was reached will do.
     if (network(*other) != network(place.rank)) {
       nearest = address_of_peer(line.fd());
     }
@@ -470,9 +502,10 @@ Connections meet(const KeyValueStore& store, const Place& place, milliseconds ti
   const Deadline deadline(timeout, store.interrupt);
   (void)link_timeout();  // before anybody waits
   const Member self = this_member(machine);
+  std::string reached;
   Connections met = place.rank == 0 ? gather_lines(store, place, self, deadline)
-                                    : join_lines(store, place, self, deadline);
-  meet_others(store, place, deadline, met);
+                                    : join_lines(store, place, self, deadline, reached);
+  meet_others(store, place, deadline, reached, met);
   return met;
 }
 

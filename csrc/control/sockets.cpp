@@ -6,10 +6,12 @@
 #include <netdb.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <sys/un.h>
 
 #include <array>
 #include <cerrno>
 #include <charconv>
+#include <cstddef>
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
@@ -66,6 +68,19 @@ std::optional<Address> parse_address(const std::string& text, int port) {
     return address;
   }
   return std::nullopt;
+}
+
+// In Linux's abstract namespace, of which each network has its own: no file is left behind.
+std::optional<Address> address_of_name(const std::string& name) {
+  Address address;
+  auto* local = reinterpret_cast<sockaddr_un*>(&address.storage);
+  if (name.empty() || name.size() >= sizeof(local->sun_path)) {
+    return std::nullopt;
+  }
+  local->sun_family = AF_UNIX;
+  std::memcpy(local->sun_path + 1, name.data(), name.size());
+  address.length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  return address;
 }
 
 std::vector<std::string> own_addresses() {
@@ -146,6 +161,15 @@ Listening listen_anywhere() {
   return {std::move(socket), port};
 }
 
+FdOwner listen_by_name(const std::string& name) {
+  const auto address = address_of_name(name);
+  FdOwner socket = open_socket(AF_UNIX);
+  const bool listens = address && socket &&
+                       bind(socket.get(), address->get(), address->length) == 0 &&
+                       ::listen(socket.get(), SOMAXCONN) == 0;
+  return listens ? std::move(socket) : FdOwner();
+}
+
 FdOwner accept_socket(const FdOwner& listening) {
   FdOwner socket;
   {
@@ -165,6 +189,7 @@ std::string address_of_peer(int fd) {
   std::array<char, NI_MAXHOST> text{};
   const bool is_known =
       getpeername(fd, reinterpret_cast<sockaddr*>(&peer.storage), &peer.length) == 0 &&
+      peer.storage.ss_family != AF_UNIX &&
       getnameinfo(peer.get(), peer.length, text.data(), text.size(), nullptr, 0, NI_NUMERICHOST) ==
           0;
   return is_known ? text.data() : std::string();

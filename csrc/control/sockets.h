@@ -1,6 +1,7 @@
 #pragma once
 
-// TCP sockets between ranks: where one listens, and how another reaches it. No torch in here.
+// Sockets between ranks: where one listens, and how another reaches it. By TCP, and inside a
+// network by a name, which takes less time and no address. No torch in here.
 
 #include <netinet/in.h>
 #include <sys/socket.h>
@@ -25,6 +26,8 @@ struct Address {
 };
 
 std::optional<Address> parse_address(const std::string& text, int port);
+// That of listen_by_name().
+std::optional<Address> address_of_name(const std::string& name);
 // Of this machine, those that only it can reach last.
 std::vector<std::string> own_addresses();
 
@@ -34,9 +37,11 @@ struct Listening {
 };
 // At all addresses of this machine.
 Listening listen_anywhere();
+// Where processes of this network alone find it; nowhere, if that cannot be.
+FdOwner listen_by_name(const std::string& name);
 // Who has come; none where that went wrong.
 FdOwner accept_socket(const FdOwner& listening);
-// Who is at the other end of a connection, as own_addresses() says it; empty: not known.
+// Who is at the other end of a connection, as own_addresses() says it; empty: it has no address.
 std::string address_of_peer(int fd);
 // A connection to whoever listens there, in `reached`; or why there is none.
 std::string reach(const Address& address, const Deadline& deadline, FdOwner& reached);

@@ -300,7 +300,8 @@ void addresses_like_the_last_that_was_reached_come_first() {
       KeyValueStore view = store.view();
       view.set = [&, set = view.set](const std::string& key, const std::string& value) {
         const size_t end_of_port = value.find(' ', value.find(' ') + 1);
-        set(key, value.substr(0, end_of_port) + addresses[rank]);
+        const bool is_name = key.find(" in ") != key.npos;
+        set(key, is_name ? value : value.substr(0, end_of_port) + addresses[rank]);
       };
       const Place place{static_cast<int>(rank), static_cast<int>(machines.size()), "test"};
       met[rank] = meet(view, place, kLong, machines[rank]);
@@ -312,13 +313,58 @@ void addresses_like_the_last_that_was_reached_come_first() {
   const auto reached = [&](size_t rank, size_t other) {
     return address_of_peer(met[rank].lines[other].fd());
   };
-  // Rank 0's machine is another one, and then this one: to that there is no link.
+  // Rank 0's machine is another one, and then this one: to that there is no link, nor an address.
   CHECK(reached(3, 0) == "127.0.1.1" && reached(3, 2) == "127.0.1.1");
-  CHECK(reached(4, 0) == "127.0.1.1");
+  CHECK(reached(4, 0).empty() && reached(4, 2).empty());
   CHECK(reached(4, 1) == "127.0.2.1" && reached(4, 3) == "127.0.2.1");
 }
 
+// Inside a network a rank is found by a name; from outside, and where that leads nowhere, by its
+// addresses.
+void ranks_of_a_network_need_no_address() {
+  for (const bool is_lost : {false, true}) {
+    const std::vector<std::string> networks{"a", "b", "a", "b"};
+    Store store;
+    std::vector<Connections> met(networks.size());
+    std::vector<std::thread> ranks;
+    for (size_t rank = 0; rank < networks.size(); ++rank) {
+      ranks.emplace_back([&, rank] {
+        KeyValueStore view = store.view();
+        view.set = [&, set = view.set](const std::string& key, const std::string& value) {
+          set(key, is_lost && key.find(" in ") != key.npos ? "nobody's" : value);
+        };
+        const Place place{static_cast<int>(rank), static_cast<int>(networks.size()), "test"};
+        met[rank] = meet(view, place, kLong, networks[rank]);
+      });
+    }
+    for (auto& rank : ranks) {
+      rank.join();
+    }
+    const auto is_by_name = [](int fd) {
+      int domain = 0;
+      socklen_t size = sizeof(domain);
+      CHECK(getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &domain, &size) == 0);
+      return domain == AF_UNIX;
+    };
+    int lines = 0;
+    for (size_t rank = 0; rank < networks.size(); ++rank) {
+      for (size_t other = 0; other < networks.size(); ++other) {
+        const bool is_near = networks[rank] == networks[other] && !is_lost;
+        if (const auto& line = met[rank].lines[other]; line.is_open()) {
+          CHECK(is_by_name(line.fd()) == is_near);
+          ++lines;
+        }
+        if (const auto& socket = met[rank].death_sockets[other]) {
+          CHECK(is_by_name(socket.get()) == is_near);
+        }
+      }
+    }
+    CHECK(lines == 12);
+  }
+}
+
 const std::vector<Test> kTests = {
+    TEST(ranks_of_a_network_need_no_address),
     TEST(addresses_like_the_last_that_was_reached_come_first),
     TEST(ranks_on_different_hosts_are_direct),
     TEST(what_a_connection_does_not_take_is_kept),
