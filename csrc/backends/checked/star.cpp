@@ -25,7 +25,7 @@ using Milliseconds = std::chrono::milliseconds;
 constexpr size_t kLongest = size_t{1} << 26;
 // For so long a caller stays awake, as what it waits for is on its way from another host at most:
 // to be woken would take it as long again.
-constexpr std::chrono::microseconds kAwake{200};
+constexpr std::chrono::microseconds kAwake{1000};
 
 // For epoll_wait(); -1: for ever.
 int milliseconds_until(Clock::time_point time) {
