@@ -1,5 +1,7 @@
 #include "backends/checked/piggyback.h"
 
+#include <c10/util/SmallVector.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -10,6 +12,9 @@
 #include "backends/adapter/adapter.h"
 #include "backends/adapter/lowering.h"
 #include "backends/process_group/inner_backend.h"
+#include "base/dtype.h"
+#include "base/memory.h"
+#include "kernels/kernels.h"
 
 namespace c10d_ext {
 
@@ -157,6 +162,38 @@ size_t bytes_of_all(at::TensorList tensors) {
   return bytes;
 }
 
+// What lowering makes of an all_reduce of a dense tensor on the CPU, as most little ones are, but
+// for the tensors that it makes on the way: they are a tenth of what one takes.
+std::optional<Piggyback> piggyback_of_sum(const HeldRequest& request) {
+  if (request.type != OpType::AllReduce || request.is_list || request.has_parts() ||
+      request.reduction->factor) {
+    return std::nullopt;
+  }
+  const auto& source = request.sources.front();
+  const auto& out = request.outs.front();
+  const DType dtype = dtype_of(out.scalar_type());
+  const ReduceOp op = request.reduction->op;
+  if (!source.is_cpu() || !out.is_cpu() || !is_dense(source) || !is_dense(out) ||
+      !has_meaning(op, dtype)) {
+    return std::nullopt;
+  }
+  return Piggyback{Contribution(bytes_in(source)), [out, dtype, op](const auto& data) {
+                     const size_t row = out.nbytes();
+                     // Aligned, as what comes need not be.
+                     const auto all = std::make_unique_for_overwrite<char[]>(row * data.size());
+                     c10::SmallVector<const void*, 16> rows;
+                     for (const auto& one : data) {
+                       check_size(one.size() == row);
+                       char* const to = all.get() + rows.size() * row;
+                       std::memcpy(to, one.data(), row);
+                       rows.push_back(to);
+                     }
+                     kernels::reduce(dtype, op, out.mutable_data_ptr(), nullptr, rows.data(),
+                                     static_cast<int>(rows.size()),
+                                     static_cast<size_t>(out.numel()), nullptr);
+                   }};
+}
+
 // Of one rank.
 size_t most_of_this(const HeldRequest& request, const Group& group, const Little& little) {
   return most_of_a_rank(request.type, little.most, static_cast<size_t>(group.size()), little.hosts);
@@ -203,6 +240,9 @@ std::optional<Piggyback> piggyback_of(const HeldRequest& request, const Group& g
       (bytes_of_all(request.sources) <= most && bytes_of_all(request.outs) <= little.most);
   if (!is_little) {
     return std::nullopt;
+  }
+  if (auto sum = piggyback_of_sum(request)) {
+    return sum;
   }
   const Adapter adapter(request.op, group, backend, PiggybackBackend::can(), std::nullopt);
   const Noting noting;
