@@ -43,6 +43,8 @@ struct Fingerprint {
   // Elements to and from each rank. Empty where the ranks' parts cannot differ.
   Sizes sends, expects;
 
+  friend bool operator==(const Fingerprint&, const Fingerprint&) = default;
+
   // Several tensors, which travel together: their sizes.
   Fingerprint&& of_members(const Sizes& sizes) &&;
   Fingerprint&& reduced_by(ReduceOp op) &&;

@@ -66,12 +66,20 @@ size_t Payload::size() {
   return static_cast<size_t>(size);
 }
 
-std::string Payload::text() {
+int64_t Payload::number_within(int64_t least, int64_t most) {
+  const int64_t taken = number();
+  if (taken < least || taken > most) {
+    throw std::runtime_error("a number that means nothing");
+  }
+  return taken;
+}
+
+std::string_view Payload::text_within() {
   const size_t count = size();
   if (count > left()) {
     refuse();
   }
-  std::string text = words_.substr(at_, count);
+  const auto text = std::string_view(words_).substr(at_, count);
   at_ += count;
   return text;
 }
@@ -86,7 +94,12 @@ SharedBytes Payload::data() {
   const size_t begin = at_, count = size();
   if (count < kMuch) {
     at_ = begin;
-    return text();
+    const size_t from = at_ + sizeof(int64_t);
+    if (count > 0 && (rest_at_ > from || rest_at_ + rest_.size() < from + count)) {
+      rest_ = words_.substr(from);
+      rest_at_ = from;
+    }
+    return text_within().empty() ? SharedBytes() : rest_.part(from - rest_at_, count);
   }
   if (piece_ == attached_.size() || count > attached_[piece_].size() - at_of_piece_) {
     refuse();

@@ -40,9 +40,17 @@ class Payload {
     return *this;
   }
 
-  // Throw std::runtime_error where there is no such thing left.
+  // Throw std::runtime_error where there is no such thing left, or it is none that is asked for.
   int64_t number();
-  std::string text();
+  int64_t number_within(int64_t least, int64_t most);
+  template <class Enum>
+  Enum one_of(Enum last) {
+    return static_cast<Enum>(number_within(0, static_cast<int64_t>(last)));
+  }
+  std::string text() {
+    return std::string(text_within());
+  }
+  std::string_view text_within();  // not for longer than this is there
   SharedBytes data();
   template <class Number = int64_t>
   std::vector<Number> numbers() {
@@ -85,6 +93,9 @@ class Payload {
   std::vector<SharedBytes> attached_;
   // What is taken out next: of the words, and of what is attached.
   size_t at_ = 0, piece_ = 0, at_of_piece_ = 0;
+  // The words from there on, of which data is handed out in parts.
+  SharedBytes rest_;
+  size_t rest_at_ = 0;
 };
 
 }  // namespace c10d_ext

@@ -25,7 +25,7 @@ class SharedBytes {
       : first_(std::move(first)), size_(size) {}
 
   const char* data() const {
-    return first_.get();
+    return first_ ? first_.get() : "";
   }
   size_t size() const {
     return size_;

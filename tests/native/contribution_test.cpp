@@ -132,7 +132,7 @@ void too_much_data_is_refused() {
     auto called = summed(6);
     called.op_type = type;
     Payload words = encoded(Calling{called, Contribution(std::string(bytes, 'x')), 1});
-    take_call(words, 4, hosts);
+    CallReader(4, hosts).take(words);
   };
   for (const auto& [type, most] :
        std::vector<std::pair<OpType, size_t>>{{OpType::AllReduce, kMostData / 4},
@@ -148,10 +148,46 @@ void too_much_data_is_refused() {
   refused([&] { take(OpType::AllToAll, kMostData / 4 + 1, 0); });
 }
 
+void calls_that_are_alike_share_what_is_said() {
+  const auto said = [](const Fingerprint& called, uint64_t seq) {
+    return encoded(Calling{called, Contribution("data"), seq});
+  };
+  CallReader reader(2, 2);
+  const auto take = [&](Payload words) { return reader.take(words); };
+  const auto first = take(said(summed(6), 1)), second = take(said(summed(6), 2));
+  CHECK(first.seq == 1 && second.seq == 2 && second.data->of(0) == "data");
+  CHECK(&first.called.fingerprint() == &second.called.fingerprint());
+  const auto other = take(said(summed(7), 3));
+  CHECK(other.called.fingerprint().count == 7 && !(other.called == first.called));
+  CHECK(take(said(summed(6), 4)).called == first.called);
+  // What is none does not come to be known.
+  auto of_another_group = summed(6);
+  of_another_group.root = 2;
+  for (int i = 0; i < 2; ++i) {
+    refused([&] { take(said(of_another_group, 5)); });
+    refused([&] { take(Payload().put("no fingerprint").put(0).put(5)); });
+  }
+  CHECK(take(said(summed(6), 5)).called == first.called);
+}
+
+void calls_that_are_alike_need_not_fit_together() {
+  // Each sends one element to rank 0 and two to rank 1, and expects as many from them.
+  const auto exchange = [] { return summed(6).exchanged({1, 2}, {1, 2}); };
+  const auto found = difference({Called(exchange()), Called(exchange())}, 3);
+  CHECK(found && (found->ranks == std::vector<int>{0, 1}));
+  CHECK(!difference({Called(summed(6)), Called(summed(6))}, 3));
+  CHECK(difference({Called(summed(6)), Called(summed(7))}, 3)->ranks == std::vector<int>{1});
+}
+
 const std::vector<Test> kTests = {
-    TEST(what_is_given_is_what_is_taken),    TEST(much_data_is_passed_on_without_a_copy),
-    TEST(data_that_is_not_there_is_refused), TEST(data_that_no_word_is_about_is_refused),
-    TEST(some_ranks_parts_are_passed_on),    TEST(parts_that_are_none_are_refused),
+    TEST(calls_that_are_alike_share_what_is_said),
+    TEST(calls_that_are_alike_need_not_fit_together),
+    TEST(what_is_given_is_what_is_taken),
+    TEST(much_data_is_passed_on_without_a_copy),
+    TEST(data_that_is_not_there_is_refused),
+    TEST(data_that_no_word_is_about_is_refused),
+    TEST(some_ranks_parts_are_passed_on),
+    TEST(parts_that_are_none_are_refused),
     TEST(too_much_data_is_refused),
 };
 

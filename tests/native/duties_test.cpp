@@ -42,7 +42,7 @@ class Rank {
     auto operation = call.operation(summed(6), std::move(data));
     OpenCall entered{operation.op, std::nullopt, kLong, operation.begin, operation.fail};
     entered.receive = operation.receive;
-    calls_.enter({operation.called, operation.data}, std::move(entered));
+    calls_.enter(operation.called, operation.data, std::move(entered));
     work();
   }
   // Calls one whose data is long on its way.
@@ -50,11 +50,12 @@ class Rank {
     auto operation = call.operation(summed(6), kLong);
     OpenCall entered{operation.op, std::nullopt, kLong, operation.begin, operation.fail};
     entered.is_long = true;
-    calls_.enter({summed(6)}, std::move(entered));
+    calls_.enter(summed(6), std::nullopt, std::move(entered));
     work();
   }
   static Payload called_long() {
-    auto words = encoded(summed(6));
+    Payload words;
+    words.put(Called(summed(6)).words());
     put(words, std::optional<Contribution>());
     return words;
   }
@@ -199,9 +200,9 @@ void rank_0_hears_what_is_for_its_host() {
     const auto size = static_cast<int>(kHosts.size());
     std::vector<std::pair<int, Calling>> calls;
     if (kind == kCalling) {
-      calls.emplace_back(0, take_call(said->words, size, 3));
+      calls.emplace_back(0, CallReader(size, 3).take(said->words));
     } else {
-      calls = take_relayed(said->words, size, 3, [](int) { return true; });
+      calls = CallReader(size, 3).take_relayed(said->words, [](int) { return true; });
     }
     std::vector<std::string> data;
     for (const auto& [caller, call] : calls) {

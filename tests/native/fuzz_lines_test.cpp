@@ -283,10 +283,10 @@ void a_rank_with_lines_takes_anything() {
     };
     for (int i = 0; i < 100; ++i) {
       if (random.one_in(3)) {
-        Calling mine;
-        mine.called.op_type = OpType::Barrier;
-        mine.called.unit = "float32";
-        calls.enter(std::move(mine), call(std::nullopt));
+        Fingerprint mine;
+        mine.op_type = OpType::Barrier;
+        mine.unit = "float32";
+        calls.enter(std::move(mine), std::nullopt, call(std::nullopt));
         ++seq[static_cast<size_t>(self)];
       } else if (random.one_in(2)) {
         Posted end = posted_by(self, random);
@@ -356,7 +356,7 @@ void words_are_taken_apart_or_refused() {
             const auto posted = take_posted(words);
             CHECK(posted.dtype <= DType::Bytes);
           } else if (which == 2) {
-            const auto call = take_call(words, kRanks, 3);
+            const auto call = CallReader(kRanks, 3).take(words);
             for (int rank = 0; call.data && rank < kRanks; ++rank) {
               CHECK(call.data->of(rank).size() <= call.data->size());
             }

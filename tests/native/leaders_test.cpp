@@ -295,7 +295,8 @@ void a_leader_passes_on_what_is_for_each_host() {
   for (const auto& said : passed_on) {
     CHECK(said.kind == kRelaying);
     Payload words(said.words);
-    const auto all = take_relayed(words, 6, 3, [](int rank) { return rank == 2 || rank == 3; });
+    const auto all =
+        CallReader(6, 3).take_relayed(words, [](int rank) { return rank == 2 || rank == 3; });
     CHECK(all.size() == 2 && all[0].first == 2 && all[1].first == 3);
     for (const auto& [from, passed] : all) {
       for (int to = 0; to < 6; ++to) {

@@ -36,7 +36,7 @@ class Waiting {
     OpenCall call{operation.op, std::nullopt, kLong, operation.begin, operation.fail};
     call.receive = gives ? operation.receive : nullptr;
     call.is_long = is_long;
-    calls_.enter({}, std::move(call));
+    calls_.enter({}, std::nullopt, std::move(call));
   }
   OpenCalls& operator*() {
     return calls_;

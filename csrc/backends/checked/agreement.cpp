@@ -47,6 +47,18 @@ class Here {
   Here& operator=(const Here&) = delete;
 };
 
+// Whether a rank is known not to be there any more.
+bool is_gone(const Roster& roster, const OpenCalls& calls, int rank) {
+  if (roster.is_near(rank)) {
+    return roster.has_ended(rank);
+  }
+  const auto end = calls.end();
+  const auto names = [&](const char* how) {
+    return end->why.find(roster.describe(rank, how)) != std::string::npos;
+  };
+  return end && end->kind == Kind::RankLost && (names(kGone) || names(kUnreachable));
+}
+
 // Of one caller at a time.
 class HelpersSeat {
  public:
@@ -90,9 +102,9 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
                   std::move(operation.begin), std::move(operation.fail)};
     call.receive = std::move(operation.receive);
     call.is_long = operation.is_long;
-    Calling said{std::move(operation.called), std::move(operation.data)};
     return tell(std::move(call), [&](OpenCall entered) {
-      return calls_.enter(std::move(said), std::move(entered));
+      return calls_.enter(std::move(operation.called), std::move(operation.data),
+                          std::move(entered));
     });
   }
 
@@ -178,20 +190,8 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   }
 
   std::optional<int> gone(int rank) const {
-    if (is_foreign()) {
-      return std::nullopt;
-    }
-    bool gone = false;
-    if (roster_.is_near(rank)) {
-      gone = roster_.has_ended(rank);
-    } else {
-      const auto end = calls_.end();
-      const auto names = [&](const char* how) {
-        return end->why.find(roster_.describe(rank, how)) != std::string::npos;
-      };
-      gone = end && end->kind == Kind::RankLost && (names(kGone) || names(kUnreachable));
-    }
-    return gone ? std::optional(roster_.pid(rank)) : std::nullopt;
+    const bool is_known = !is_foreign() && is_gone(roster_, calls_, rank);
+    return is_known ? std::optional(roster_.pid(rank)) : std::nullopt;
   }
 
   bool has_abandoned() const {
@@ -246,16 +246,14 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
       return false;
     }
     const auto begun = Clock::now();
-    Star::Ready ready;
-    for (;;) {
-      // Whatever woke this one has woken nobody else.
-      const auto next = help_once(ready);
+    for (auto next = begin_helping();;) {
       const bool waits = next && is_waiting();
       if (!waits || Clock::now() >= until) {
         stop_helping(begun);
         return waits;
       }
-      ready = duties_.star().wait(Star::Waiter::Caller, std::min(until, *next));
+      // Whatever woke this one has woken nobody else.
+      next = help_once(duties_.star().wait(Star::Waiter::Caller, std::min(until, *next)));
     }
   }
 
@@ -294,7 +292,17 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     return true;
   }
 
-  // One round of a caller's. When something is late; none where the group is being left.
+  // When something is late; none where the group is being left.
+  std::optional<Clock::time_point> begin_helping() {
+    const std::lock_guard lock(work_mutex_);
+    if (calls_.is_leaving()) {
+      return std::nullopt;
+    }
+    duties_.set_helped(true);
+    return duties_.next_look();
+  }
+
+  // One round of a caller's; the same.
   std::optional<Clock::time_point> help_once(const Star::Ready& ready) {
     const std::lock_guard lock(work_mutex_);
     duties_.set_helped(false);

@@ -22,20 +22,20 @@ std::optional<OpenCalls::Failed> OpenCalls::refuse(OpenCall& call, uint64_t seq)
   return Failed{std::move(call), std::move(failure)};
 }
 
-std::pair<uint64_t, std::optional<OpenCalls::Failed>> OpenCalls::enter(Calling said,
-                                                                       OpenCall call) {
+OpenCalls::Entered OpenCalls::enter(Fingerprint called, std::optional<Contribution> data,
+                                    OpenCall call) {
   const std::lock_guard lock(mutex_);
-  const uint64_t seq = said.seq = ++count_;
+  const uint64_t seq = ++count_;
   if (auto failed = refuse(call, seq)) {
     return {seq, std::move(failed)};
   }
+  Calling said{last_called_.or_new(std::move(called)), std::move(data), seq};
   news_.push_back({seq, kCalling, {}, std::move(said)});
   table_.add_collective(seq, std::move(call));
   return {seq, std::nullopt};
 }
 
-std::pair<uint64_t, std::optional<OpenCalls::Failed>> OpenCalls::enter_message(Posted posted,
-                                                                               OpenCall call) {
+OpenCalls::Entered OpenCalls::enter_message(Posted posted, OpenCall call) {
   const std::lock_guard lock(mutex_);
   posted.number = ++posted_;
   if (auto failed = refuse(call, posted.number)) {

@@ -34,6 +34,8 @@ class OpenCalls {
   using Failed = CallTable::Failed;
   using Late = CallTable::Late;
   using Asked = std::pair<Says, uint64_t>;  // what, and of which collective or message
+  // A call's number among this rank's; with its failure where the group is of no more use.
+  using Entered = std::pair<uint64_t, std::optional<Failed>>;
 
   static constexpr auto kNever = CallTable::kNever;
   static constexpr auto& kDestroyed = CallTable::kDestroyed;
@@ -44,10 +46,9 @@ class OpenCalls {
 
   // --- From any thread --------------------------------------------------------------------------
 
-  // Its number among this rank's collectives; with its failure where the group is of no more use.
-  std::pair<uint64_t, std::optional<Failed>> enter(Calling said, OpenCall call);
-  // The same of one end of a message, whose data stays here where there is much on its way.
-  std::pair<uint64_t, std::optional<Failed>> enter_message(Posted posted, OpenCall call);
+  Entered enter(Fingerprint called, std::optional<Contribution> data, OpenCall call);
+  // One end of a message, whose data stays here where there is much on its way.
+  Entered enter_message(Posted posted, OpenCall call);
   void add_news(News news);
   // The data of number `seq` is there. Whether another one may begin now, or something is to be
   // said.
@@ -113,8 +114,8 @@ class OpenCalls {
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
   // Guarded by mutex_ from here on.
-  uint64_t count_ = 0;
-  uint64_t posted_ = 0;
+  uint64_t count_ = 0, posted_ = 0;
+  LastCalled last_called_;
   bool leaving_ = false;
   bool has_left_ = false;
   std::vector<News> news_;

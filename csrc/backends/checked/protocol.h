@@ -83,6 +83,7 @@
 #include <utility>
 #include <vector>
 
+#include "backends/checked/calling.h"
 #include "backends/checked/contribution.h"
 #include "backends/checked/matching.h"
 #include "base/errors.h"
@@ -141,28 +142,6 @@ constexpr std::chrono::milliseconds kUnlimited{-1};
 // What a collective whose data is on its way has to come to its end once a rank is gone, which may
 // have sent all of its own.
 constexpr std::chrono::milliseconds kDataGrace{1000};
-
-Payload encoded(const Fingerprint& called);
-Fingerprint take_fingerprint(Payload& words);
-
-// What a rank says of its call, which ends with its number.
-struct Calling {
-  Fingerprint called;
-  std::optional<Contribution> data;
-  uint64_t seq = 0;
-};
-Payload encoded(const Calling& call);
-// Of a group of so many ranks and hosts. Throws std::runtime_error where it can be of no rank of
-// it.
-Calling take_call(Payload& words, int ranks, size_t hosts);
-
-// Calls of some ranks, as a leader passes them on to the host of those in `to`, which have parts of
-// their data.
-using Relayed = std::vector<std::pair<int, const Calling*>>;
-Payload encoded(const Relayed& calls, const std::vector<int>& to);
-// The same checks, and of ranks that `is_led`.
-std::vector<std::pair<int, Calling>> take_relayed(Payload& words, int ranks, size_t hosts,
-                                                  const std::function<bool(int rank)>& is_led);
 
 // Has `tell` tell those ranks that all have called it, each with what it is to have of all data.
 void tell_go(uint64_t seq, const std::vector<Contribution>& data, const std::vector<int>& ranks,

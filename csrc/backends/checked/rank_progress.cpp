@@ -9,7 +9,7 @@
 namespace c10d_ext {
 
 void RankProgress::hear_call(int rank, Payload& words) {
-  auto call = take_call(words, roster_.place().size, roster_.hosts().size());
+  auto call = reader_.take(words);
   words.expect_no_more_data();
   if (call.data && roster_.calls_by_leader(rank)) {
     throw std::runtime_error("a call that its leader is to tell of");
@@ -21,8 +21,7 @@ void RankProgress::hear_calls(int leader, Payload& words) {
   const auto is_led = [&](int rank) {
     return roster_.calls_by_leader(rank) && roster_.leader_of(rank) == leader;
   };
-  for (auto& [rank, call] :
-       take_relayed(words, roster_.place().size, roster_.hosts().size(), is_led)) {
+  for (auto& [rank, call] : reader_.take_relayed(words, is_led)) {
     if (!call.data) {
       throw std::runtime_error("a call that the rank itself tells of");
     }

@@ -22,6 +22,7 @@ class RankProgress {
   // `roster` outlives it.
   explicit RankProgress(const Roster& roster)
       : roster_(roster),
+        reader_(roster.place().size, roster.hosts().size()),
         calls_(static_cast<size_t>(roster.place().size)),
         counts_(calls_.size()),
         done_(calls_.size()),
@@ -50,7 +51,7 @@ class RankProgress {
   // Once all have: what each rank has called, which is agreed on from here on, and the data that
   // came with it, where all gave theirs.
   struct Calls {
-    std::vector<Fingerprint> called;
+    std::vector<Called> called;
     std::vector<Contribution> data;
   };
   Calls take_calls();
@@ -92,6 +93,7 @@ class RankProgress {
   void note(int rank, uint64_t count);
 
   const Roster& roster_;
+  CallReader reader_;
   uint64_t agreed_ = 0;
   // What each rank has called since the last collective on which all agreed.
   std::vector<std::map<uint64_t, Calling>> calls_;

@@ -14,7 +14,8 @@ constexpr size_t kMostOpen = 64;
 
 }  // namespace
 
-Relay::Relay(const Roster& roster, Tell tell) : roster_(roster), tell_(std::move(tell)) {
+Relay::Relay(const Roster& roster, Tell tell)
+    : roster_(roster), tell_(std::move(tell)), reader_(roster.place().size, roster.hosts().size()) {
   for (const int rank : roster_.own_host()) {
     callers_[rank];
   }
@@ -35,7 +36,7 @@ void Relay::hear_call(int rank, Payload words) {
   if (caller == callers_.end()) {
     throw std::runtime_error("a call of another host's");
   }
-  Calling call = take_call(words, roster_.place().size, roster_.hosts().size());
+  Calling call = reader_.take(words);
   words.expect_no_more_data();
   auto& [count, calls] = caller->second;
   if (call.seq != count + 1) {
@@ -127,7 +128,7 @@ void Relay::hear_calls(int leader, Payload& words) {
     throw std::runtime_error("calls that no leader passes on");
   }
   Calls calls;
-  for (auto& [rank, call] : take_relayed(words, roster_.place().size, hosts.size(), [&](int rank) {
+  for (auto& [rank, call] : reader_.take_relayed(words, [&](int rank) {
          return std::find(host->begin(), host->end(), rank) != host->end();
        })) {
     if (!call.data || (!calls.empty() && call.seq != calls.begin()->second.seq)) {
@@ -162,7 +163,7 @@ void Relay::compare(uint64_t seq) {
   if (calls.size() < size || roster_.place().rank == 0) {
     return;
   }
-  std::vector<Fingerprint> called;
+  std::vector<Called> called;
   std::vector<Contribution> data;
   for (auto& [rank, call] : calls) {
     called.push_back(std::move(call.called));

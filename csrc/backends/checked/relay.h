@@ -62,6 +62,7 @@ class Relay {
 
   const Roster& roster_;
   const Tell tell_;
+  CallReader reader_;
   bool is_single_ = false;
   std::map<int, Caller> callers_;
   // Rank 0's word may come before that of an earlier collective is given here.
