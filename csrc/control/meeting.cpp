@@ -141,17 +141,20 @@ class Entrance {
         }
       }
       std::erase_if(strangers_, [](const Connection& line) { return !line.is_open(); });
-      admit_stranger(fds[0], listening_.socket);
-      admit_stranger(fds[1], by_name_);
+      admit_strangers(fds[0], listening_.socket);
+      admit_strangers(fds[1], by_name_);
     }
   }
 
  private:
-  void admit_stranger(const pollfd& door, const FdOwner& listening) {
-    if (door.revents != 0 && strangers_.size() < kMostStrangers) {
-      if (FdOwner socket = accept_socket(listening)) {
-        strangers_.emplace_back(std::move(socket));
+  // All who are at the door.
+  void admit_strangers(const pollfd& door, const FdOwner& listening) {
+    while (door.revents != 0 && strangers_.size() < kMostStrangers) {
+      FdOwner socket = accept_socket(listening);
+      if (!socket) {
+        return;
       }
+      strangers_.emplace_back(std::move(socket));
     }
   }
 
@@ -220,9 +223,10 @@ size_t common(const std::string& one, const std::string& other) {
   return static_cast<size_t>(end - one.begin());
 }
 
-// The other side of an Entrance, from `network`: tries the name of `rank` there, and its addresses,
-// until `attempt` says nothing, which is told the rank's token, or else why that was not it. First
-// those most like `nearest`. The address at which it was; by its name, the one that would be next.
+// The other side of an Entrance: tries the name of `rank` in `network`, where that is known to be
+// its own, or may be, and its addresses, until `attempt` says nothing, which is told the rank's
+// token, or else why that was not it. Addresses most like `nearest` come first. The one at which it
+// was reached, or where that was by its name, the first one.
 std::string visit(
     const KeyValueStore& store, int rank, const Deadline& deadline, const std::string& network,
     const std::string& nearest,
@@ -243,29 +247,30 @@ std::string visit(
   std::stable_sort(addresses.begin(), addresses.end(), [&](const auto& one, const auto& other) {
     return common(one, nearest) > common(other, nearest);
   });
-  const std::string first = addresses.empty() ? std::string() : addresses.front();
-  std::ostringstream tried;
-  if (const std::string key_here = key_of_name(rank, network); store.has(key_here)) {
-    const auto named = address_of_name(store.get(key_here, milliseconds(5000)));
-    const std::string why = named ? attempt(*named, token) : "no name";
+  std::string by_name;
+  if (const auto key_here = key_of_name(rank, network); !network.empty() && store.has(key_here)) {
+    const auto name = address_of_name(store.get(key_here, milliseconds(5000)));
+    const std::string why = name ? attempt(*name, token) : "not a name";
     if (why.empty()) {
-      return first;
+      return addresses.empty() ? std::string() : addresses.front();
     }
-    if (deadline.passed()) {
-      tried << first << " (" << why << ")";
-      addresses.clear();
-    }
+    by_name = " by its name in this network (" + why + ")";
   }
+  std::ostringstream tried;
   for (const auto& text : addresses) {
+    if (!by_name.empty() && deadline.passed()) {
+      break;
+    }
     const auto address = parse_address(text, port);
     const std::string why = address ? attempt(*address, token) : "not an address";
     if (why.empty()) {
       return text;
     }
-    tried << (tried.str().empty() ? "" : ", ") << text << " (" << why << ")";
+    tried << (tried.str().empty() ? " at port " + std::to_string(port) + " of " : ", ");
+    tried << text << " (" << why << ")";
   }
-  throw std::runtime_error(whom + " cannot be reached at port " + std::to_string(port) + " of " +
-                           tried.str());
+  const char* nor = tried.str().empty() || by_name.empty() ? "" : ", nor";
+  throw std::runtime_error(whom + " cannot be reached" + tried.str() + nor + by_name);
 }
 
 // Somebody else would hang up, or not know what this is about.
@@ -448,9 +453,11 @@ void meet_others(const KeyValueStore& store, const Place& place, const Deadline&
   }
   for (auto other = partners.begin(); other != before; ++other) {
     auto& line = met.lines[static_cast<size_t>(*other)];
-    line = reach_other(store, *other, place.rank, network(place.rank), nearest, deadline);
+    const bool is_near = network(*other) == network(place.rank);
+    line = reach_other(store, *other, place.rank, is_near ? network(*other) : std::string(),
+                       nearest, deadline);
     // Where a machine has several networks, that over which the last one was reached will do.
-    if (network(*other) != network(place.rank)) {
+    if (!is_near) {
       nearest = address_of_peer(line.fd());
     }
   }

@@ -84,6 +84,13 @@ std::string_view Payload::text_within() {
   return text;
 }
 
+void Payload::expect_end() const {
+  if (left() != 0) {
+    throw std::runtime_error("a sentence that goes on");
+  }
+  expect_no_more_data();
+}
+
 void Payload::expect_no_more_data() const {
   if (piece_ != attached_.size()) {
     throw std::runtime_error("data that no word is about");

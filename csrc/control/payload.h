@@ -65,8 +65,9 @@ class Payload {
     return all;
   }
 
-  // Throws std::runtime_error where more is attached than was taken out: who holds a part of that
-  // holds it all.
+  // Throw std::runtime_error where there is more than was taken out, or more attached: who holds a
+  // part of that holds it all.
+  void expect_end() const;
   void expect_no_more_data() const;
   // The numbers with which it begins, so many of them.
   Payload first_numbers(size_t count) const {

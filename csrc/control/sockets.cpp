@@ -201,11 +201,16 @@ std::string reach(const Address& address, const Deadline& deadline, FdOwner& rea
     return error_text(errno);
   }
   tune(socket);
-  if (connect(socket.get(), address.get(), address.length) != 0) {
+  const Deadline soon = deadline.shortened(kReach);
+  while (connect(socket.get(), address.get(), address.length) != 0) {
+    // Too many at a time are at a door that has a name.
+    if (errno == EAGAIN && !soon.passed()) {
+      soon.pause(milliseconds(1));
+      continue;
+    }
     if (errno != EINPROGRESS) {
       return error_text(errno);
     }
-    const Deadline soon = deadline.shortened(kReach);
     std::vector<pollfd> fds{{socket.get(), POLLOUT, 0}};
     while (fds[0].revents == 0) {
       if (soon.passed()) {
@@ -218,6 +223,7 @@ std::string reach(const Address& address, const Deadline& deadline, FdOwner& rea
     if (getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, &error, &length) != 0 || error != 0) {
       return error_text(error != 0 ? error : errno);
     }
+    break;
   }
   reached = std::move(socket);
   return {};

@@ -41,7 +41,8 @@ Listening listen_anywhere();
 FdOwner listen_by_name(const std::string& name);
 // Who has come; none where that went wrong.
 FdOwner accept_socket(const FdOwner& listening);
-// Who is at the other end of a connection, as own_addresses() says it; empty: it has no address.
+// Who is at the other end of a connection, as own_addresses() says it; empty: there is no address,
+// or it is not known.
 std::string address_of_peer(int fd);
 // A connection to whoever listens there, in `reached`; or why there is none.
 std::string reach(const Address& address, const Deadline& deadline, FdOwner& reached);

@@ -5,6 +5,7 @@
 #include "backends/checked/agreement.h"
 #include "backends/checked/protocol.h"
 #include "control/meeting.h"
+#include "control/sockets.h"
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
@@ -964,11 +965,12 @@ void data_that_does_not_arrive_fails_everywhere() {
   }
 }
 
-void strangers_do_no_harm() {
+void strangers_do_no_harm(bool by_name) {
   constexpr int kSize = 2;
   Store store;
   std::unique_ptr<Agreement> ranks[kSize];
-  std::thread first([&] { ranks[0] = Agreement::join(store.view(), {0, kSize, "test"}, kLong); });
+  std::thread first(
+      [&] { ranks[0] = Agreement::join(store.view(), {0, kSize, "test"}, kLong, "a"); });
   const auto keys = store.view();
   while (!keys.has("lines")) {
     std::this_thread::sleep_for(1ms);
@@ -981,9 +983,12 @@ void strangers_do_no_harm() {
   address.sin_family = AF_INET;
   address.sin_port = htons(static_cast<uint16_t>(port));
   address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  const auto named = address_of_name(store.at("lines in a"));
   const auto say = [&](const std::string& text) {
-    const int fd = socket(AF_INET, SOCK_STREAM, 0);
-    CHECK(connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0);
+    const int fd = socket(by_name ? AF_UNIX : AF_INET, SOCK_STREAM, 0);
+    CHECK((by_name
+               ? connect(fd, named->get(), named->length)
+               : connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address))) == 0);
     // As much as is taken.
     CHECK(send(fd, text.data(), text.size(), MSG_NOSIGNAL | MSG_DONTWAIT) >= 0);
     return fd;
@@ -1006,7 +1011,8 @@ void strangers_do_no_harm() {
       say(number(uint32_t{4}) + number(uint32_t{1}) + "abcd"),
       say(number(uint32_t{8}) + number(uint32_t{1}) + number(int64_t{-1})),
   };
-  std::thread second([&] { ranks[1] = Agreement::join(store.view(), {1, kSize, "test"}, kLong); });
+  std::thread second(
+      [&] { ranks[1] = Agreement::join(store.view(), {1, kSize, "test"}, kLong, "a"); });
   first.join();
   second.join();
   std::vector<Call> calls(kSize);
@@ -1018,6 +1024,12 @@ void strangers_do_no_harm() {
   }
   for (const int fd : strangers) {
     close(fd);
+  }
+}
+
+void strangers_do_no_harm() {
+  for (const bool by_name : {false, true}) {
+    strangers_do_no_harm(by_name);
   }
 }
 

@@ -10,6 +10,7 @@
 
 #include "agreement_ranks.h"
 #include "backends/checked/contribution.h"
+#include "backends/checked/coordinator.h"
 #include "backends/checked/protocol.h"
 #include "backends/checked/rank_progress.h"
 #include "program.h"
@@ -75,7 +76,75 @@ void data_that_is_not_there_is_refused() {
   }
 }
 
+void little_data_outlives_the_words_it_came_with() {
+  std::vector<SharedBytes> taken;
+  {
+    Payload words;
+    words.put("first").put_data("ab").put(7).put_data("").put_data("cde");
+    CHECK(words.text() == "first");
+    taken.push_back(words.data());
+    Payload copy = words;
+    CHECK(copy.number() == 7 && copy.data().empty() && copy.data() == "cde");
+    copy.expect_end();
+    CHECK(words.number() == 7);
+    words.put_data("fg").put("last");  // behind what was handed out
+    Payload moved = std::move(words);
+    for (int i = 0; i < 3; ++i) {
+      taken.push_back(moved.data());
+    }
+    CHECK(moved.text() == "last");
+    moved.expect_end();
+  }
+  CHECK((taken == std::vector<SharedBytes>{"ab", "", "cde", "fg"}));
+}
+
 // Who holds a part would hold it all.
+void what_goes_on_behind_a_sentence_is_refused() {
+  const std::string data = "data";
+  const auto call = [&](const std::string& more) {
+    return encoded(Calling{summed(6), Contribution(data), 1}).put(Payload(more));
+  };
+  const Posted send{.number = 1, .sends = true, .peer = 1, .bytes = 4, .data = data};
+  const Posted receive{.rank = 1, .number = 1, .peer = 0, .bytes = 4};
+  for (const std::string more : {"", "x", "more words"}) {
+    const auto is_taken = [&](const auto& take) { more.empty() ? take() : refused(take); };
+    const auto said = [&](Payload words) { return words.put(Payload(more)); };
+    is_taken([&] {
+      auto words = said(Payload().put(1).put_data(data));
+      CHECK(take_all(words, 1).front() == data);
+    });
+    is_taken([&] {
+      auto words = said(encoded_delivery(send));
+      CHECK(take_delivery(words, 0, 1).data == data);
+    });
+    is_taken([&] {
+      auto words = said(encoded_wanted(receive));
+      take_wanted(words, 0, 2);
+    });
+    is_taken([&] {
+      auto words = call(more);
+      const Roster roster({0, 2, "test"}, {Member(), Member()});
+      RankProgress(roster).hear_call(1, words);
+    });
+    is_taken([&] {
+      auto words = said(Payload().put(1).put(0).put(call("")));
+      CallReader(2, 2).take_relayed(words, [](int) { return true; });
+    });
+    is_taken([&] {
+      auto words = Payload().put(encoded(summed(6)).put(Payload(more)).words());
+      words.put(0).put(1);
+      CallReader(2, 2).take(words);
+    });
+    is_taken([&] {
+      const Roster roster({0, 2, "test"}, {Member(), Member()});
+      Coordinator rank_0(roster, [](int, Says, const Payload&) {});
+      auto words = said(encoded(Posted{.sends = true, .peer = 0, .bytes = 4, .data = data}).put(1));
+      rank_0.hear(1, kPosting, words);
+    });
+  }
+}
+
+// The same.
 void data_that_no_word_is_about_is_refused() {
   const std::string little(5000, 'm'), much(9000, 'm');
   for (const auto& attached : {little, much}) {
@@ -185,6 +254,8 @@ const std::vector<Test> kTests = {
     TEST(what_is_given_is_what_is_taken),
     TEST(much_data_is_passed_on_without_a_copy),
     TEST(data_that_is_not_there_is_refused),
+    TEST(little_data_outlives_the_words_it_came_with),
+    TEST(what_goes_on_behind_a_sentence_is_refused),
     TEST(data_that_no_word_is_about_is_refused),
     TEST(some_ranks_parts_are_passed_on),
     TEST(parts_that_are_none_are_refused),

@@ -170,6 +170,126 @@ void what_is_too_long_behind_another_sentence_is_kept() {
   }
 }
 
+Connection line_of(int fd) {
+  const ForkGuard guard;
+  return Connection(FdOwner(fd, guard));
+}
+
+// Two ends of a connection: by TCP, or inside a network.
+std::pair<Connection, Connection> connected(bool by_tcp) {
+  if (!by_tcp) {
+    std::array<int, 2> ends{};
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends.data()) == 0);
+    return {line_of(ends[0]), line_of(ends[1])};
+  }
+  const Deadline deadline(kLong, [] {});
+  const auto listening = listen_anywhere();
+  FdOwner one, other;
+  CHECK(reach(*parse_address("127.0.0.1", listening.port), deadline, one).empty());
+  CHECK(deadline.wait(listening.socket.get(), POLLIN));
+  other = accept_socket(listening.socket);
+  return {Connection(std::move(one)), Connection(std::move(other))};
+}
+
+// By TCP only what the other end's kernel has acknowledged is there; inside a network, all that was
+// said.
+void what_is_said_is_on_its_way_until_the_other_kernel_has_it() {
+  for (const bool by_tcp : {true, false}) {
+    auto [speaker, listener] = connected(by_tcp);
+    const int little = 32768;
+    CHECK(setsockopt(listener.fd(), SOL_SOCKET, SO_RCVBUF, &little, sizeof(little)) == 0);
+    CHECK(setsockopt(speaker.fd(), SOL_SOCKET, SO_SNDBUF, &little, sizeof(little)) == 0);
+    while (!speaker.has_unsent()) {  // until neither kernel takes more
+      speaker.say(1, Payload().put(std::string(10'000, 'x')));
+    }
+    CHECK(speaker.is_on_its_way() == by_tcp);
+    CHECK(eventually([&, &s = speaker, &l = listener] {
+      s.flush();
+      CHECK(l.listen(1 << 20));
+      while (l.next()) {
+      }
+      return !s.has_unsent() && !s.is_on_its_way();
+    }));
+  }
+}
+
+// Though the speaker is gone, and had words to hear.
+void what_was_said_inside_a_network_is_heard() {
+  auto [speaker, listener] = connected(/*by_tcp=*/false);
+  listener.say(1, Payload().put("never heard"));
+  speaker.say(2, Payload().put("heard"));
+  speaker.close();
+  bool stays = true;
+  std::vector<std::string> heard;
+  CHECK(eventually([&, &l = listener] {
+    stays = l.listen(1024);
+    while (auto said = l.next()) {
+      heard.push_back(said->words.text());
+    }
+    return !stays;
+  }));
+  CHECK(heard == std::vector<std::string>{"heard"} && !listener.is_unreachable());
+}
+
+// More at a time than may wait at a door that has a name.
+void who_finds_the_door_full_tries_again() {
+  const std::string name = "c10d_ext-test-" + random_secret();
+  const FdOwner door = listen_by_name(name);
+  CHECK(door && ::listen(door.get(), 0) == 0);  // room for one
+  const Deadline deadline(kLong, [] {});
+  std::vector<FdOwner> visitors(3);
+  std::thread visits([&] {
+    for (auto& visitor : visitors) {
+      CHECK(reach(*address_of_name(name), deadline, visitor).empty());
+    }
+  });
+  std::this_thread::sleep_for(50ms);
+  std::vector<FdOwner> admitted;
+  while (admitted.size() < visitors.size()) {
+    CHECK(deadline.wait(door.get(), POLLIN));
+    if (auto socket = accept_socket(door)) {
+      admitted.push_back(std::move(socket));
+    }
+  }
+  visits.join();
+  FdOwner nobody;
+  CHECK(!reach(*address_of_name(name + "?"), deadline, nobody).empty() && !nobody);
+  for (const auto& no_name : {std::string(), std::string(200, 'x')}) {
+    CHECK(!address_of_name(no_name) && !listen_by_name(no_name));
+  }
+}
+
+// Which door was tried, and why it was not the one.
+void an_error_tells_what_was_tried() {
+  const auto error_of_rank_1 = [](const std::string& name, const std::string& address, auto time) {
+    Store store;
+    const auto view = store.view();
+    if (!name.empty()) {
+      view.set("lines in a", name);
+    }
+    view.set(key_of(0), "token 9" + address);
+    try {
+      meet(view, {1, 2, "test"}, time, "a");
+    } catch (const std::runtime_error& error) {
+      return std::string(error.what());
+    }
+    return std::string();
+  };
+  const std::string refused = "Connection refused";
+  CHECK(error_of_rank_1("", " 127.0.0.1", kLong) ==
+        "rank 0 cannot be reached at port 9 of 127.0.0.1 (" + refused + ")");
+  CHECK(error_of_rank_1("nobody's", " 127.0.0.1 127.0.1.1", kLong) ==
+        "rank 0 cannot be reached at port 9 of 127.0.0.1 (" + refused + "), 127.0.1.1 (" + refused +
+            "), nor by its name in this network (" + refused + ")");
+  CHECK(error_of_rank_1(std::string(200, 'x'), "", kLong) ==
+        "rank 0 cannot be reached by its name in this network (not a name)");
+  // Somebody is there who says nothing.
+  const std::string name = "c10d_ext-test-" + random_secret();
+  const FdOwner door = listen_by_name(name);
+  CHECK(error_of_rank_1(name, " 127.0.0.1", 200ms) ==
+        "rank 0 cannot be reached by its name in this network (no welcome within 0.2 s)");
+}
+
 // Nor is more taken in than allowed, however much comes.
 void no_more_is_heard_at_a_time_than_is_allowed() {
   std::array<int, 2> ends{};
@@ -365,6 +485,10 @@ void ranks_of_a_network_need_no_address() {
 
 const std::vector<Test> kTests = {
     TEST(ranks_of_a_network_need_no_address),
+    TEST(what_is_said_is_on_its_way_until_the_other_kernel_has_it),
+    TEST(what_was_said_inside_a_network_is_heard),
+    TEST(who_finds_the_door_full_tries_again),
+    TEST(an_error_tells_what_was_tried),
     TEST(addresses_like_the_last_that_was_reached_come_first),
     TEST(ranks_on_different_hosts_are_direct),
     TEST(what_a_connection_does_not_take_is_kept),

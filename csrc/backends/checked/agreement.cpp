@@ -32,6 +32,10 @@ using Kind = ErrorKind;
 constexpr int kLulls = 4;
 constexpr Milliseconds kShortestLull{1}, kLongestLull{2};
 
+// For so long a caller stays awake, which is more than a little collective takes on a few hosts:
+// who sleeps is woken late, and keeps the others waiting until they sleep, too.
+constexpr Milliseconds kAwake{1};
+
 thread_local bool agreeing_here = false;
 
 // While it lives, this thread does an agreement's work.
@@ -153,11 +157,11 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     return calls_.has_collectives();
   }
 
-  bool help(uint64_t seq, Clock::time_point until) {
-    return help_while([&] { return calls_.is_waiting(seq); }, until);
+  bool help(uint64_t seq, Clock::time_point until, Clock::time_point begun) {
+    return help_while([&] { return calls_.is_waiting(seq); }, until, begun);
   }
-  bool help_message(uint64_t number, Clock::time_point until) {
-    return help_while([&] { return calls_.is_message_waiting(number); }, until);
+  bool help_message(uint64_t number, Clock::time_point until, Clock::time_point begun) {
+    return help_while([&] { return calls_.is_message_waiting(number); }, until, begun);
   }
 
   void done(uint64_t seq) {
@@ -237,7 +241,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
 
   // Does the agreement's work while `is_waiting`. True: it still is, and the time is over.
   template <class IsWaiting>
-  bool help_while(const IsWaiting& is_waiting, Clock::time_point until) {
+  bool help_while(const IsWaiting& is_waiting, Clock::time_point until, Clock::time_point begun) {
     if (agreeing_here || is_foreign()) {
       return false;
     }
@@ -245,7 +249,6 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     if (!seat) {
       return false;
     }
-    const auto begun = Clock::now();
     for (auto next = begin_helping();;) {
       const bool waits = next && is_waiting();
       if (!waits || Clock::now() >= until) {
@@ -253,7 +256,8 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
         return waits;
       }
       // Whatever woke this one has woken nobody else.
-      next = help_once(duties_.star().wait(Star::Waiter::Caller, std::min(until, *next)));
+      next = help_once(
+          duties_.star().wait(Star::Waiter::Caller, std::min(until, *next), begun + kAwake));
     }
   }
 
@@ -475,12 +479,12 @@ std::pair<std::vector<int>, std::string> Agreement::awaited_by_message(uint64_t 
   return impl_->awaited(kAskingOfMessage, number, within);
 }
 
-bool Agreement::help(uint64_t seq, std::chrono::steady_clock::time_point until) {
-  return impl_->help(seq, until);
+bool Agreement::help(uint64_t seq, Clock::time_point until, Clock::time_point begun) {
+  return impl_->help(seq, until, begun);
 }
 
-bool Agreement::help_message(uint64_t number, std::chrono::steady_clock::time_point until) {
-  return impl_->help_message(number, until);
+bool Agreement::help_message(uint64_t number, Clock::time_point until, Clock::time_point begun) {
+  return impl_->help_message(number, until, begun);
 }
 
 void Agreement::done(uint64_t seq) {

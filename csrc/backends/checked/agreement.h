@@ -26,6 +26,7 @@ namespace c10d_ext {
 class Agreement {
  public:
   using Milliseconds = std::chrono::milliseconds;
+  using Clock = std::chrono::steady_clock;
 
   // Both functions are called where the agreement's work is done, on a thread of its own or one
   // that waits; `fail` on the caller's where the group is of no more use.
@@ -104,10 +105,11 @@ class Agreement {
   // For who waits for collective `seq` to begin, and has nothing else to do: until it has begun or
   // failed, `until` at most, what comes is taken in here, and not by the agreement's thread, which
   // would have to wake this one. True: it has not, and the time is over; false also where another
-  // caller does so.
-  bool help(uint64_t seq, std::chrono::steady_clock::time_point until);
+  // caller does so. `begun`: when it began to wait, for at first it stays awake.
+  bool help(uint64_t seq, Clock::time_point until, Clock::time_point begun = Clock::now());
   // The same for a message.
-  bool help_message(uint64_t number, std::chrono::steady_clock::time_point until);
+  bool help_message(uint64_t number, Clock::time_point until,
+                    Clock::time_point begun = Clock::now());
   // The data of number `seq` is there, which is said at once: this rank may be about to end.
   void done(uint64_t seq);
   // Its exchange broke off: it fails once it is known why.

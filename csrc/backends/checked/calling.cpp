@@ -58,7 +58,8 @@ std::optional<Difference> difference(const std::vector<Called>& calls, uint64_t 
   const Called& first = calls.front();
   const bool are_alike = std::all_of(calls.begin() + 1, calls.end(),
                                      [&](const Called& called) { return called == first; });
-  if (are_alike && first.fingerprint().count >= 0) {
+  const auto& alike = first.fingerprint();
+  if (are_alike && (alike.count >= 0 || alike.sends.empty())) {
     return std::nullopt;  // else their parts may not fit together
   }
   std::vector<Fingerprint> all;
@@ -94,6 +95,7 @@ const Called& CallReader::take_called(Payload& words) {
   }
   Payload own{std::string(said)};
   Fingerprint called = take_fingerprint(own);
+  own.expect_end();
   const auto is_of_all = [this](const auto& parts) {
     return parts.empty() || parts.size() == static_cast<size_t>(ranks_);
   };
@@ -124,7 +126,7 @@ std::vector<std::pair<int, Calling>> CallReader::take_relayed(
     }
     calls.emplace_back(rank, take(words));
   }
-  words.expect_no_more_data();
+  words.expect_end();
   return calls;
 }
 

@@ -48,7 +48,7 @@ class Called {
 // What was called last, which the next call is mostly like.
 class LastCalled {
  public:
-  // The same, if it is like that.
+  // That, if `called` is like it; else `called`, which is the last from here on.
   const Called& or_new(Fingerprint called);
   const Called* said_as(std::string_view words) const {
     return last_ && last_->words() == words ? &*last_ : nullptr;
@@ -81,7 +81,7 @@ class CallReader {
   CallReader(int ranks, size_t hosts) : ranks_(ranks), hosts_(hosts) {}
 
   // Both throw std::runtime_error where that can be of no rank of the group, and of relayed calls
-  // where it is of one that not `is_led`.
+  // where one is by a rank that is not led by who says it.
   Calling take(Payload& words);
   std::vector<std::pair<int, Calling>> take_relayed(Payload& words,
                                                     const std::function<bool(int rank)>& is_led);

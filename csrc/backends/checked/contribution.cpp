@@ -122,7 +122,7 @@ std::vector<SharedBytes> take_all(Payload& words, int ranks) {
   for (int64_t i = 0; i < count; ++i) {
     data.push_back(words.data());
   }
-  words.expect_no_more_data();
+  words.expect_end();
   return data;
 }
 

@@ -48,6 +48,7 @@ void Coordinator::hear(int rank, uint32_t kind, Payload& words) {
       auto posted = take_posted(words);
       posted.rank = rank;
       posted.number = static_cast<uint64_t>(words.number());
+      words.expect_end();
       if (posted.peer == rank || posted.peer >= roster_.place().size ||
           posted.peer < (posted.sends ? 0 : -1)) {
         throw std::runtime_error("a message to or from nobody");

@@ -52,8 +52,10 @@ void Participant::obey(uint32_t kind, Payload& words) {
       if (other.rank < 0) {
         throw std::runtime_error("a message to or from nobody");
       }
+      auto data = take_data(words);
+      words.expect_end();
       calls_.hear_of_messages(
-          [&](OwnMessages& messages) { messages.grant(number, other, take_data(words)); });
+          [&](OwnMessages& messages) { messages.grant(number, other, std::move(data)); });
       break;
     }
     case kWithdraw: {

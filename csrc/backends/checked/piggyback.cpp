@@ -164,7 +164,7 @@ size_t bytes_of_all(at::TensorList tensors) {
 
 // What lowering makes of an all_reduce of a dense tensor on the CPU, as most little ones are, but
 // for the tensors that it makes on the way: they are a tenth of what one takes.
-std::optional<Piggyback> piggyback_of_sum(const HeldRequest& request) {
+std::optional<Piggyback> piggyback_of_all_reduce(const HeldRequest& request) {
   if (request.type != OpType::AllReduce || request.is_list || request.has_parts() ||
       request.reduction->factor) {
     return std::nullopt;
@@ -241,8 +241,8 @@ std::optional<Piggyback> piggyback_of(const HeldRequest& request, const Group& g
   if (!is_little) {
     return std::nullopt;
   }
-  if (auto sum = piggyback_of_sum(request)) {
-    return sum;
+  if (auto own = piggyback_of_all_reduce(request)) {
+    return own;
   }
   const Adapter adapter(request.op, group, backend, PiggybackBackend::can(), std::nullopt);
   const Noting noting;

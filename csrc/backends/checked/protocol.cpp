@@ -78,6 +78,7 @@ Posted take_wanted(Payload& words, int sender, int ranks) {
   Posted receive = take_posted(words);
   receive.number = static_cast<uint64_t>(words.number());
   receive.rank = static_cast<int>(words.number_within(0, ranks - 1));
+  words.expect_end();
   if (receive.sends || receive.peer != sender || receive.rank == sender ||
       receive.bytes > kLittleMessage) {
     throw std::runtime_error("a receive that wants nothing of this rank");
@@ -93,6 +94,7 @@ Posted take_delivery(Payload& words, int from, int to) {
   Posted send = take_posted(words);
   send.rank = from;
   send.number = static_cast<uint64_t>(words.number());
+  words.expect_end();
   if (!send.sends || send.peer != to || send.delivered != Delivered::Nothing) {
     throw std::runtime_error("a delivery of no message");
   }

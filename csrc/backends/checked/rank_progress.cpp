@@ -10,7 +10,7 @@ namespace c10d_ext {
 
 void RankProgress::hear_call(int rank, Payload& words) {
   auto call = reader_.take(words);
-  words.expect_no_more_data();
+  words.expect_end();
   if (call.data && roster_.calls_by_leader(rank)) {
     throw std::runtime_error("a call that its leader is to tell of");
   }

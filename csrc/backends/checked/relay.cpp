@@ -37,7 +37,7 @@ void Relay::hear_call(int rank, Payload words) {
     throw std::runtime_error("a call of another host's");
   }
   Calling call = reader_.take(words);
-  words.expect_no_more_data();
+  words.expect_end();
   auto& [count, calls] = caller->second;
   if (call.seq != count + 1) {
     throw std::runtime_error("a call is missing");

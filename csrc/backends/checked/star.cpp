@@ -23,10 +23,6 @@ using Clock = Star::Clock;
 using Milliseconds = std::chrono::milliseconds;
 
 constexpr size_t kLongest = size_t{1} << 26;
-// For so long a caller stays awake, as what it waits for is on its way from another host at most:
-// to be woken would take it as long again.
-constexpr std::chrono::microseconds kAwake{1000};
-
 // For epoll_wait(); -1: for ever.
 int milliseconds_until(Clock::time_point time) {
   if (time == Clock::time_point::max()) {
@@ -126,23 +122,26 @@ void Star::wake(Waiter waiter) const {
   signal(wake_one_[static_cast<size_t>(waiter)]);
 }
 
-Star::Ready Star::wait(Waiter waiter, Clock::time_point until) const {
-  return wait(watched_[static_cast<size_t>(waiter)], waiter, until);
+Star::Ready Star::wait(Waiter waiter, Clock::time_point until,
+                       Clock::time_point awake_until) const {
+  return wait(watched_[static_cast<size_t>(waiter)], waiter, until, awake_until);
 }
 
 Star::Ready Star::wait_aside(Clock::time_point until) const {
-  return wait(watched_aside_, Waiter::Thread, until);
+  return wait(watched_aside_, Waiter::Thread, until, {});
 }
 
-Star::Ready Star::wait(const FdOwner& set, Waiter waiter, Clock::time_point until) const {
+Star::Ready Star::wait(const FdOwner& set, Waiter waiter, Clock::time_point until,
+                       Clock::time_point awake_until) const {
   std::array<epoll_event, 64> events;
   const auto look = [&](int milliseconds) {
     return epoll_wait(set.get(), events.data(), events.size(), milliseconds);
   };
   int count = 0;
-  if (waiter == Waiter::Caller) {
-    const auto stop = std::min(until, Clock::now() + kAwake);
-    while ((count = look(0)) == 0 && Clock::now() < stop) {
+  for (auto now = Clock::now(); count == 0 && now < std::min(until, awake_until);
+       now = Clock::now()) {
+    count = look(0);
+    if (count == 0) {
       sched_yield();
     }
   }
@@ -294,7 +293,7 @@ void Star::leave(uint64_t after) {
   death_sockets_.reset();
 }
 
-// A connection closed with words in it that nobody has read takes back what was said last.
+// A connection by TCP closed with words in it that nobody has read takes back what was said last.
 void Star::linger(Milliseconds limit, const std::function<void(bool is_heard)>& look) {
   std::vector<bool> is_said(lines_.size());
   for (const auto until = Clock::now() + limit; Clock::now() < until;) {

@@ -52,8 +52,8 @@ class Star {
   void wake() const;
   void wake(Waiter waiter) const;
 
-  // Waits for something to come, until then at most.
-  Ready wait(Waiter waiter, Clock::time_point until) const;
+  // Waits for something to come, until then at most; until `awake_until` without sleep.
+  Ready wait(Waiter waiter, Clock::time_point until, Clock::time_point awake_until = {}) const;
   // The thread's: what comes over lines is left to callers.
   Ready wait_aside(Clock::time_point until) const;
   // All that may have come, for who does not know.
@@ -73,7 +73,7 @@ class Star {
   void leave(uint64_t after);
   // Until the others have heard what was said last, or have had `limit` for it. Calls `look` now
   // and then: `is_heard`, their kernels have all of it, or the limit is over. A process that ends
-  // before takes it back.
+  // before may take it back.
   void linger(std::chrono::milliseconds limit, const std::function<void(bool is_heard)>& look);
 
  private:
@@ -81,7 +81,8 @@ class Star {
   static constexpr uint64_t kWokenAlone = kWoken + 1;
   static constexpr uint64_t kCut = kWoken + 2;
 
-  Ready wait(const FdOwner& set, Waiter waiter, Clock::time_point until) const;
+  Ready wait(const FdOwner& set, Waiter waiter, Clock::time_point until,
+             Clock::time_point awake_until) const;
   void say_over(size_t line, Says kind, const Payload& words);
   // Has what comes over a line wake a waiter, also where it takes more of what is unsent.
   void watch(size_t line);

@@ -181,9 +181,10 @@ class AgreedWork final : public SignalledWork {
     constexpr Milliseconds kLook{50};  // for Ctrl-C
     without_gil([&] {
       bool waits = state_.number() > 0;
-      for (auto now = Clock::now(); waits && now < until; now = Clock::now()) {
+      const auto begun = Clock::now();
+      for (auto now = begun; waits && now < until; now = Clock::now()) {
         awaited_here = this;
-        waits = group->help(number_or_zero(), std::min(until, now + kLook));
+        waits = group->help(number_or_zero(), std::min(until, now + kLook), begun);
         awaited_here = nullptr;
         if (const auto callbacks = std::exchange(left_to_do_here, nullptr)) {
           callbacks();
@@ -493,8 +494,8 @@ StartedMessage start_granted(const std::shared_ptr<Agreement>& agreement, const 
   // While a message waits for its other end, who waits for it takes in what comes.
   const auto help = [agreement, work, number = work->getSequencenumber()] {
     constexpr Milliseconds kLook{50};  // for Ctrl-C
-    without_gil([&] {
-      while (!work->is_begun() && agreement->help_message(number, Clock::now() + kLook)) {
+    without_gil([&, begun = Clock::now()] {
+      while (!work->is_begun() && agreement->help_message(number, Clock::now() + kLook, begun)) {
         check_signals();
       }
     });
