@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from tests.backends.test_checked import fallen_back
-from tests.harness import run
+from tests.harness import run, values
 from torch_c10d_ext import _C, _backends, functional
+from torch_c10d_ext import distributed as ours
 from torch_c10d_ext.errors import CollectiveMismatch
 
 CPU = torch.device("cpu")
@@ -147,6 +148,33 @@ def _reduces_alike() -> None:
 
 def test_how_data_travels_does_not_show_in_bits() -> None:
     run(3, _reduces_alike, backend="gloo")
+
+
+def _layouts_do_not_show() -> None:
+    """Ranks whose tensors lie in memory in other ways send the same and get the same."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    shape = (3, 2)
+    with fallen_back() as group:
+        before = _moved(group)
+        for dtype in values.DTYPES:
+            others = [name for name in values.layouts(dtype, shape) if name != "expanded"]
+            layout = (others * n)[rank]  # "contiguous" on rank 0
+            for op in values.meanings(dtype):
+                if op == "premul_sum":
+                    continue
+                dense = values.values(shape, dtype, rank)
+                wanted = dense.clone()
+                ours.all_reduce(wanted, op, group)
+                got = values.lay_out(dense, layout)
+                ours.all_reduce(got, op, group)
+                assert not (wrong := values.mismatch(got, wanted)), f"{op}, {dtype}: {wrong}"
+                fresh = functional.all_reduce(values.lay_out(dense, layout), op, group).clone()
+                assert not (wrong := values.mismatch(fresh, wanted)), f"{op}, {dtype}: {wrong}"
+        assert _moved(group) == before
+
+
+def test_how_tensors_lie_in_memory_does_not_show() -> None:
+    run(4, _layouts_do_not_show, backend="gloo")
 
 
 def _settings_differ() -> None:
