@@ -313,6 +313,12 @@ def _refused() -> None:
     bad: list[tuple[Callable[[], Any], type[Exception], str]] = [
         (lambda: ours.all_reduce([x]), TypeError, f"all_reduce: tensor must be a Tensor.*{here}"),
         (lambda: ours.all_reduce(x, "median"), ValueError, "reduce_op must be one of.*'median'"),
+        (
+            lambda: ours.all_reduce(x, dist.group.WORLD),
+            TypeError,
+            "op: must be a ReduceOp or its name, got Pro",
+        ),
+        (lambda: ours.all_reduce(x, "sum", dist.ReduceOp.SUM), TypeError, "group: must be a list"),
         (lambda: ours.all_reduce(x, 3), TypeError, "op: must be a ReduceOp"),
         (
             lambda: ours.all_reduce(torch.ones(2, dtype=torch.int32), dist.ReduceOp.AVG),

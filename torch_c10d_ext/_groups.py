@@ -248,6 +248,11 @@ def world_ranks(name: str) -> list[int]:
     return dist.get_process_group_ranks(c10d._resolve_process_group(name))
 
 
+# What reads arguments in C++ takes them for their names.
+for _reduction in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"):
+    _C.know_reduction(getattr(dist.ReduceOp, _reduction), _reduction.lower())
+
+
 def reduction_of(op: Any) -> tuple[str, complex | None]:
     """The name of a ``ReduceOp``, or of a name, and the factor of ``PREMUL_SUM``."""
     if op is _SUM:  # by far the most frequent one

@@ -4,6 +4,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <algorithm>
 #include <deque>
@@ -21,6 +22,45 @@ namespace py = pybind11;
 std::deque<PyMethodDef>& listed(Manner manner) {
   static auto* definitions = new std::deque<PyMethodDef>[3];
   return definitions[static_cast<size_t>(manner)];
+}
+
+std::vector<std::pair<PyObject*, std::string>>& known_reductions() {
+  static auto* known = new std::vector<std::pair<PyObject*, std::string>>();
+  return *known;
+}
+
+const std::string* name_of_reduction(PyObject* object) {
+  for (const auto& [known, name] : known_reductions()) {
+    if (known == object) {
+      return &name;
+    }
+  }
+  return nullptr;
+}
+
+const py::detail::type_info* type_of_groups() {
+  static const auto* type = py::detail::get_type_info(typeid(c10d::ProcessGroup));
+  return type;
+}
+
+bool is_group(PyObject* object) {
+  const auto* type = type_of_groups();
+  return type != nullptr && Py_TYPE(object) == type->type;
+}
+
+// As long as the group lives.
+const std::string* name_of_group(PyObject* object) {
+  if (!is_group(object)) {
+    return nullptr;
+  }
+  auto* instance = reinterpret_cast<py::detail::instance*>(object);
+  const auto* group =
+      instance->get_value_and_holder(type_of_groups()).value_ptr<c10d::ProcessGroup>();
+  try {
+    return group != nullptr ? &group->getGroupName() : nullptr;
+  } catch (const std::exception&) {
+    return nullptr;  // it has none yet
+  }
 }
 
 template <class Value>
@@ -56,8 +96,14 @@ bool read(PyObject* object, std::vector<at::Tensor>& value) {
 }
 
 bool read(PyObject* object, std::string_view& value) {
-  if (object == nullptr || !PyUnicode_Check(object)) {
+  if (object == nullptr) {
     return false;
+  }
+  if (!PyUnicode_Check(object)) {
+    const auto* reduction = name_of_reduction(object);
+    const auto* name = reduction != nullptr ? reduction : name_of_group(object);
+    value = name != nullptr ? std::string_view(*name) : std::string_view();
+    return name != nullptr;
   }
   Py_ssize_t size = 0;
   const char* text = PyUnicode_AsUTF8AndSize(object, &size);
@@ -115,6 +161,11 @@ bool read(PyObject* object, std::optional<c10::Scalar>& value) {
   return true;
 }
 
+void know_reduction(PyObject* object, std::string name) {
+  Py_INCREF(object);
+  known_reductions().emplace_back(object, std::move(name));
+}
+
 PyObject* wrap(const at::Tensor& value) {
   return THPVariable_Wrap(value);
 }
@@ -164,10 +215,27 @@ PyObject* delivered(PyObject* returned) {
 }
 
 Entry::Entry(const c10::OperatorHandle& op) : name_(op.schema().name()) {
-  for (const auto& argument : op.schema().arguments()) {
+  const auto& arguments = op.schema().arguments();
+  const auto place_of = [&](std::string_view name) {
+    const auto found = std::find_if(arguments.begin(), arguments.end(),
+                                    [&](const auto& argument) { return argument.name() == name; });
+    return static_cast<size_t>(found - arguments.begin());
+  };
+  for (const auto& argument : arguments) {
     parameters_.push_back(PyUnicode_InternFromString(argument.name().c_str()));
     positional_ += argument.kwarg_only() ? 0 : 1;
   }
+  reduction_ = place_of("reduce_op");
+  group_ = place_of("group_name");
+}
+
+bool Entry::are_in_place(PyObject* const* places) const {
+  const auto at = [&](size_t place) {
+    return place < parameters_.size() ? places[place] : nullptr;
+  };
+  PyObject *const reduction = at(reduction_), *const group = at(group_);
+  return (reduction == nullptr || !is_group(reduction)) &&
+         (group == nullptr || name_of_reduction(group) == nullptr);
 }
 
 bool Entry::bind(const Call& call, PyObject** places) const {
@@ -185,7 +253,7 @@ bool Entry::bind(const Call& call, PyObject** places) const {
     }
     places[found - parameters_.begin()] = call.arguments[call.positional + i];
   }
-  return true;
+  return are_in_place(places);
 }
 
 PyObject* Entry::call_torch_ops(const Call& call) {

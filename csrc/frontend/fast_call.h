@@ -36,7 +36,8 @@
 // enter_to_write.
 namespace c10d_ext::fast_call {
 
-// False where `object` is not plain. Null is an argument left out.
+// False where `object` is not plain. Null is an argument left out. In place of the name of a
+// reduction or a group it may be c10d's own object.
 bool read(PyObject* object, at::Tensor& value);
 bool read(PyObject* object, std::vector<at::Tensor>& value);
 bool read(PyObject* object, std::string_view& value);
@@ -46,6 +47,9 @@ bool read(PyObject* object, std::vector<int64_t>& value);
 bool read(PyObject* object, std::vector<c10::SymInt>& value);
 bool read(PyObject* object, std::optional<c10::SymInt>& value);
 bool read(PyObject* object, std::optional<c10::Scalar>& value);
+
+// That `object` is what c10d has for the reduction `name`. It is kept.
+void know_reduction(PyObject* object, std::string name);
 
 PyObject* wrap(const at::Tensor& value);
 PyObject* wrap(const std::vector<at::Tensor>& value);
@@ -83,8 +87,12 @@ class Entry {
   PyObject* call_torch_ops(const Call& call);
 
  private:
+  // Whether c10d's objects are where their names belong.
+  bool are_in_place(PyObject* const* places) const;
+
   std::string name_;
   std::vector<PyObject*> parameters_;  // interned names
+  size_t reduction_ = 0, group_ = 0;   // the places of those; behind all, where there is none
   size_t positional_ = 0;
   PyObject* overload_ = nullptr;
 };
@@ -135,11 +143,11 @@ bool is_plain(const T&) {
   return true;
 }
 inline bool is_plain(const at::Tensor& value) {
-  return c10d_ext::is_plain(value);
+  return value.layout() == c10::kStrided && c10d_ext::is_plain(value);
 }
 inline bool is_plain(const std::vector<at::Tensor>& values) {
   return std::all_of(values.begin(), values.end(),
-                     [](const at::Tensor& value) { return c10d_ext::is_plain(value); });
+                     [](const at::Tensor& value) { return is_plain(value); });
 }
 
 // As enter(), without a gradient, and complete on return unless the first argument, async_op, is

@@ -235,6 +235,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // The ops by name, for eager callers.
   m.attr("ops") = py::reinterpret_steal<py::dict>(fast_call::all(fast_call::Manner::Call));
   m.attr("starts") = py::reinterpret_steal<py::dict>(fast_call::all(fast_call::Manner::Start));
+  m.def("know_reduction", [](const py::object& object, const std::string& name) {
+    fast_call::know_reduction(object.ptr(), name);
+  });
   m.attr("writes") = py::reinterpret_steal<py::dict>(fast_call::all(fast_call::Manner::Write));
 
   if (PyModule_AddFunctions(m.ptr(), quick_methods) != 0) {

@@ -137,12 +137,13 @@ def all_reduce(tensor: Tensor, op: Any = _SUM, group: Group = None, async_op: bo
 
     Source: csrc/ops/all_reduce.cpp
     """
-    if (
-        _open_blocks
-        and not _is_dynamo_compiling()
-        and _hold_again("all_reduce", op, group, tensor, tensor)
+    if _open_blocks:
+        if not _is_dynamo_compiling() and _hold_again("all_reduce", op, group, tensor, tensor):
+            return illegal_work() if async_op else None
+    elif not (async_op or _is_compiling()) and _all_reduce_(
+        False, tensor, op, c10d._world.default_pg if group is None else group
     ):
-        return illegal_work() if async_op else None
+        return None  # what is checked below it has checked
     name = member("all_reduce", group)
     if name is None:
         return None
