@@ -39,7 +39,8 @@ const std::string* name_of_reduction(PyObject* object) {
 }
 
 const py::detail::type_info* type_of_groups() {
-  static const auto* type = py::detail::get_type_info(typeid(c10d::ProcessGroup));
+  static const auto* type = py::detail::get_type_info(
+      reinterpret_cast<PyTypeObject*>(py::type::of<c10d::ProcessGroup>().ptr()));
   return type;
 }
 
