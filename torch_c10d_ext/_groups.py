@@ -248,7 +248,7 @@ def world_ranks(name: str) -> list[int]:
     return dist.get_process_group_ranks(c10d._resolve_process_group(name))
 
 
-# What reads arguments in C++ takes them for their names.
+# These objects may stand for their names where C++ reads the arguments of an op.
 for _reduction in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"):
     _C.know_reduction(getattr(dist.ReduceOp, _reduction), _reduction.lower())
 

@@ -74,7 +74,7 @@ int64_t Payload::number_within(int64_t least, int64_t most) {
   return taken;
 }
 
-std::string_view Payload::text_within() {
+std::string_view Payload::text_view() {
   const size_t count = size();
   if (count > left()) {
     refuse();
@@ -106,7 +106,7 @@ SharedBytes Payload::data() {
       rest_ = words_.substr(from);
       rest_at_ = from;
     }
-    return text_within().empty() ? SharedBytes() : rest_.part(from - rest_at_, count);
+    return text_view().empty() ? SharedBytes() : rest_.part(from - rest_at_, count);
   }
   if (piece_ == attached_.size() || count > attached_[piece_].size() - at_of_piece_) {
     refuse();

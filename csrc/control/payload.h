@@ -48,9 +48,9 @@ class Payload {
     return static_cast<Enum>(number_within(0, static_cast<int64_t>(last)));
   }
   std::string text() {
-    return std::string(text_within());
+    return std::string(text_view());
   }
-  std::string_view text_within();  // not for longer than this is there
+  std::string_view text_view();  // of what lives as long as this
   SharedBytes data();
   template <class Number = int64_t>
   std::vector<Number> numbers() {
@@ -94,7 +94,7 @@ class Payload {
   std::vector<SharedBytes> attached_;
   // What is taken out next: of the words, and of what is attached.
   size_t at_ = 0, piece_ = 0, at_of_piece_ = 0;
-  // The words from there on, of which data is handed out in parts.
+  // The words from `rest_at_` on, of which data is handed out in parts.
   SharedBytes rest_;
   size_t rest_at_ = 0;
 };

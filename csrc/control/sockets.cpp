@@ -202,12 +202,12 @@ std::string reach(const Address& address, const Deadline& deadline, FdOwner& rea
   }
   tune(socket);
   const Deadline soon = deadline.shortened(kReach);
-  while (connect(socket.get(), address.get(), address.length) != 0) {
-    // Too many at a time are at a door that has a name.
-    if (errno == EAGAIN && !soon.passed()) {
-      soon.pause(milliseconds(1));
-      continue;
-    }
+  int failed = connect(socket.get(), address.get(), address.length);
+  while (failed != 0 && errno == EAGAIN && !soon.passed()) {
+    soon.pause(milliseconds(1));  // too many are at a door that has a name
+    failed = connect(socket.get(), address.get(), address.length);
+  }
+  if (failed != 0) {
     if (errno != EINPROGRESS) {
       return error_text(errno);
     }
@@ -223,7 +223,6 @@ std::string reach(const Address& address, const Deadline& deadline, FdOwner& rea
     if (getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, &error, &length) != 0 || error != 0) {
       return error_text(error != 0 ? error : errno);
     }
-    break;
   }
   reached = std::move(socket);
   return {};

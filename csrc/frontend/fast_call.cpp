@@ -226,15 +226,15 @@ Entry::Entry(const c10::OperatorHandle& op) : name_(op.schema().name()) {
     parameters_.push_back(PyUnicode_InternFromString(argument.name().c_str()));
     positional_ += argument.kwarg_only() ? 0 : 1;
   }
-  reduction_ = place_of("reduce_op");
-  group_ = place_of("group_name");
+  reduction_place_ = place_of("reduce_op");
+  group_place_ = place_of("group_name");
 }
 
 bool Entry::are_in_place(PyObject* const* places) const {
   const auto at = [&](size_t place) {
     return place < parameters_.size() ? places[place] : nullptr;
   };
-  PyObject *const reduction = at(reduction_), *const group = at(group_);
+  PyObject *const reduction = at(reduction_place_), *const group = at(group_place_);
   return (reduction == nullptr || !is_group(reduction)) &&
          (group == nullptr || name_of_reduction(group) == nullptr);
 }

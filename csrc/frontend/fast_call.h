@@ -48,7 +48,7 @@ bool read(PyObject* object, std::vector<c10::SymInt>& value);
 bool read(PyObject* object, std::optional<c10::SymInt>& value);
 bool read(PyObject* object, std::optional<c10::Scalar>& value);
 
-// That `object` is what c10d has for the reduction `name`. It is kept.
+// Lets c10d's `object` stand for the reduction `name` from here on, and keeps it.
 void know_reduction(PyObject* object, std::string name);
 
 PyObject* wrap(const at::Tensor& value);
@@ -92,7 +92,8 @@ class Entry {
 
   std::string name_;
   std::vector<PyObject*> parameters_;  // interned names
-  size_t reduction_ = 0, group_ = 0;   // the places of those; behind all, where there is none
+  // Places of the names that c10d's objects may stand for; behind all, where there is none.
+  size_t reduction_place_ = 0, group_place_ = 0;
   size_t positional_ = 0;
   PyObject* overload_ = nullptr;
 };

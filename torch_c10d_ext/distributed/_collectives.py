@@ -143,7 +143,7 @@ def all_reduce(tensor: Tensor, op: Any = _SUM, group: Group = None, async_op: bo
     elif not (async_op or _is_compiling()) and _all_reduce_(
         False, tensor, op, c10d._world.default_pg if group is None else group
     ):
-        return None  # what is checked below it has checked
+        return None  # the op has checked what is checked below
     name = member("all_reduce", group)
     if name is None:
         return None

@@ -9,7 +9,6 @@ namespace c10d_ext {
 
 namespace {
 
-constexpr int64_t kMostRanks = 1 << 24;
 // What most calls take, in bytes.
 constexpr size_t kUsual = 256;
 
@@ -89,7 +88,7 @@ Payload encoded(const Relayed& calls, const std::vector<int>& to) {
 }
 
 const Called& CallReader::take_called(Payload& words) {
-  const std::string_view said = words.text_within();
+  const std::string_view said = words.text_view();
   if (const auto* last = last_.said_as(said)) {
     return *last;
   }

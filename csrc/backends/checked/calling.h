@@ -19,6 +19,9 @@
 
 namespace c10d_ext {
 
+// No group has more.
+constexpr int64_t kMostRanks = 1 << 24;
+
 Payload encoded(const Fingerprint& called);
 Fingerprint take_fingerprint(Payload& words);
 

@@ -7,7 +7,6 @@ namespace c10d_ext {
 
 namespace {
 
-constexpr int64_t kMostRanks = 1 << 24;
 constexpr int64_t kMostGrace = 3'600'000;
 
 }  // namespace
