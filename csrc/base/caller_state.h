@@ -18,8 +18,14 @@ class CallerState {
   void run(const Function& function) const {
     if (thread_ == this_thread() && keys_ == keys()) {
       function();
-      return;
+    } else {
+      run_elsewhere(function);
     }
+  }
+  // Where this may be a thread that began something for another caller before, and has been the
+  // caller itself meanwhile.
+  template <class Function>
+  void run_elsewhere(const Function& function) const {
     const at::ThreadLocalStateGuard as_the_caller(state_);
     function();
   }

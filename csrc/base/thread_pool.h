@@ -23,20 +23,32 @@ class ThreadPool : public std::enable_shared_from_this<ThreadPool> {
     return std::shared_ptr<ThreadPool>(new ThreadPool(name));
   }
 
-  void run(std::function<void()> task) {
+  // Where no thread is to be had, who asks does the task.
+  void run(const std::function<void()>& task) {
+    if (!try_run(task)) {
+      task();
+    }
+  }
+  // False where no thread is to be had: nothing has been done.
+  bool try_run(std::function<void()> task) {
     std::unique_lock lock(mutex_);
-    tasks_.push_back(std::move(task));
-    if (idle_ >= tasks_.size()) {
+    if (idle_ > tasks_.size()) {
+      tasks_.push_back(std::move(task));
       lock.unlock();
       added_.notify_one();
-      return;
+      return true;
     }
     lock.unlock();
     try {
-      signal_masked_thread(name_, [self = shared_from_this()] { self->serve(); }).detach();
+      signal_masked_thread(name_, [self = shared_from_this(), first = std::move(task)]() mutable {
+        first();
+        first = nullptr;
+        self->serve();
+      }).detach();
     } catch (const std::system_error&) {
-      serve();  // no thread to be had
+      return false;
     }
+    return true;
   }
 
  private:

@@ -9,10 +9,11 @@
 #include <exception>
 #include <mutex>
 #include <optional>
-#include <thread>
 #include <utility>
 
+#include "base/thread_pool.h"
 #include "base/wait_timer.h"
+#include "control/process.h"
 #include "work/request_work.h"
 
 namespace c10d_ext {
@@ -20,6 +21,22 @@ namespace c10d_ext {
 namespace {
 
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+using Waiters = std::shared_ptr<ThreadPool>;
+
+Waiters* make_waiters() {
+  return new Waiters(ThreadPool::make("c10d_ext_waits"));
+}
+
+// The threads that wait where no caller does. Never destroyed: they outlive static objects.
+Waiters*& waiters() {
+  static auto* now = [] {
+    const ForkGuard guard;
+    at_fork_in_child([] { waiters() = make_waiters(); });  // its threads are not there
+    return make_waiters();
+  }();
+  return now;
+}
 
 class BlockingWorkAdapter final : public SignalledWork {
  public:
@@ -34,12 +51,12 @@ class BlockingWorkAdapter final : public SignalledWork {
     }
     // Nobody waits, and so nobody holds this: but the peer counts on the message.
     try {
-      std::thread([inner = std::move(inner_)] {
+      (*waiters())->try_run([inner = inner_] {
         try {
           inner->wait(kNoTimeout);
         } catch (...) {
         }
-      }).detach();
+      });
     } catch (...) {
     }
   }
@@ -72,7 +89,12 @@ class BlockingWorkAdapter final : public SignalledWork {
   void listen() override {
     if (take()) {
       const auto self = c10::intrusive_ptr<BlockingWorkAdapter>::reclaim_copy(this);
-      std::thread([self] { self->run(/*throws=*/false); }).detach();
+      if (!(*waiters())->try_run([self] { self->run(/*throws=*/false); })) {
+        taken_ = false;  // who waits can
+        TORCH_CHECK_WITH(DistBackendError, false, op(),
+                         ": a work that is asked whether it is over needs a thread that waits for ",
+                         "it, got none (as many as the system allows are running)");
+      }
     }
   }
 

@@ -28,7 +28,7 @@ struct OnWait {
 // `work`, of a kind that can only be waited for, and once: as one that any number of threads can
 // wait for, each with its own timeout, that says whether it is complete, and has a future.
 //
-// Who waits first waits at `work`; a question makes that a thread of its own. Dropped before it is
+// Who waits first waits at `work`; a question has another thread do that. Dropped before it is
 // complete, it lets `work` come to its end.
 c10::intrusive_ptr<c10d::Work> adapt_blocking_work(c10::intrusive_ptr<c10d::Work> work);
 c10::intrusive_ptr<c10d::Work> adapt_blocking_work(c10::intrusive_ptr<c10d::Work> work,

@@ -77,6 +77,12 @@ def test_what_is_heard_over_lines_is_checked() -> None:
     assert output.endswith("tests passed\n")
 
 
+def test_threads_for_what_may_block() -> None:
+    output = build.run(build.build("thread_pool_test", []))
+    print(output)
+    assert output.endswith("tests passed\n")
+
+
 def test_death_sockets() -> None:
     output = build.run(build.build("death_sockets_test", ["death_sockets", "process"]))
     print(output)

@@ -14,8 +14,6 @@
 #include <mutex>
 #include <string>
 #include <string_view>
-#include <system_error>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -25,7 +23,6 @@
 #include "base/exceptions.h"
 #include "base/gil.h"
 #include "base/profiler_span.h"
-#include "base/signal_masked_thread.h"
 #include "base/timeouts.h"
 #include "work/blocking_work.h"
 #include "work/pending.h"
@@ -404,19 +401,14 @@ c10::intrusive_ptr<c10d::Work> start_agreed(const std::shared_ptr<Agreement>& ag
       caller->run([&] { work->receive(piggyback, data, seq); });
     };
   }
-  operation.begin = [work, caller, quick = call.quick,
+  operation.begin = [work, caller, beginnings = call.quick ? nullptr : inner.beginnings,
                      begin = std::move(call.begin)](uint64_t seq) {
-    const auto run = [work, begin, caller, seq] { caller->run([&] { work->begin(begin, seq); }); };
-    if (!quick) {
-      // The agreement's thread hears of lost ranks meanwhile.
-      try {
-        signal_masked_thread("c10d_ext_begin", run).detach();
-        return;
-      } catch (const std::system_error&) {
-        // No thread to be had.
-      }
+    const auto run = [=] { work->begin(begin, seq); };
+    if (beginnings) {
+      beginnings->run([=] { caller->run_elsewhere(run); });
+    } else {
+      caller->run(run);
     }
-    run();
   };
   operation.fail = [work, name = group.name()](const Failure& failure) {
     work->end(error_of(failure, name));

@@ -25,6 +25,8 @@ namespace c10d_ext {
 struct Inner {
   std::string name;
   bool has_futures = false;  // its works have some
+  // What takes a while to begin does so here: the agreement's thread hears of lost ranks meanwhile.
+  std::shared_ptr<ThreadPool> beginnings = ThreadPool::make("c10d_ext_begin");
   // Callbacks run here, which may wait for what the agreement's thread has yet to begin.
   std::shared_ptr<ThreadPool> callbacks = ThreadPool::make("c10d_ext_ends");
 };
