@@ -982,10 +982,25 @@ def test_large_broadcasts_go_from_host_to_host() -> None:
         return free.times("broadcast", 4 * hosts, size)["rails"] * 1e9 / size
 
     assert wire(2, 64 << 20) == pytest.approx(1, rel=0.01)
-    assert wire(4, 64 << 20) == pytest.approx(1 + 2 / 32, rel=0.01)
-    assert wire(4, 1 << 20) == pytest.approx(1 + 2 / 4, rel=0.01)
+    assert wire(4, 64 << 20) == pytest.approx(1 + 2 / 64, rel=0.01)
+    assert wire(4, 1 << 20) == pytest.approx(1 + 2 / 8, rel=0.01)
     assert wire(4, 300 << 10) == pytest.approx(2, rel=0.01)  # one part: a tree
-    assert wire(256, 64 << 20) == pytest.approx(8, rel=0.01)
+    assert wire(128, 64 << 20) == pytest.approx(1 + 126 / 64, rel=0.01)
+    assert wire(600, 64 << 20) == pytest.approx(10, rel=0.01)
+
+
+def test_a_reduce_scatter_sends_while_it_reduces_for_the_next_host() -> None:
+    def inside(hosts: int, size: int) -> float:
+        """The part of it that nothing goes between hosts meanwhile."""
+        slow = dataclasses.replace(HOSTS, inside=Link(0, 1e9), between=Link(0, 1e8))
+        between = (hosts - 1) / hosts * size / 1e8
+        seconds = slow.times("reduce_scatter_tensor", 4 * hosts, size)["rails"] - between
+        return seconds * 1e9 / (size * 3 / 4)
+
+    assert inside(4, 4 << 20) == pytest.approx(1 / 3)
+    assert inside(4, 16 << 20) == pytest.approx(1 / (4 * 3))  # in 4 parts
+    assert inside(4, 512 << 10) == pytest.approx(1)  # less than 256 KiB for each host
+    assert inside(17, 16 << 20) == pytest.approx(1 / 4)  # not by messages
 
 
 def test_topologies_are_checked() -> None:

@@ -29,7 +29,9 @@ def _parts(pattern: Pattern, hosts: int, size: int) -> int:
     if pattern is Pattern.ALL_REDUCE:
         return _C.all_reduce_parts(size, hosts)
     if pattern is Pattern.REDUCE_SCATTER:
-        return _C.reduce_scatter_parts(size)
+        apart = 1 < hosts <= _C.MOST_LEADERS and _C.reduces_rows_apart(size, hosts)
+        rows = hosts - 1 if apart else 1
+        return rows * _C.reduce_scatter_parts(size)
     return _C.chain_parts(size) if pattern is Pattern.BROADCAST else _C.all_gather_parts(size)
 
 
@@ -47,12 +49,12 @@ class Topology:
 
     ``"flat"`` is a ring over all ranks, of which each host's link carries one rank's part.
     ``"rails"`` reduces and gathers inside each host, and has one group for each place in a host
-    between them, in up to 8 parts at once; on up to 16 hosts data goes on it from each rank to each
-    other one, but for all_reduces of 2 MiB and more. A large broadcast goes from host to host in up
-    to 32, a small one by a tree. ``"leaders"`` has one rank of each host between them, as an
-    all_reduce of up to 128 KiB has on up to 16 hosts. ``"whole"`` is an all_reduce inside and then
-    one of everything on every rail, as it is of up to 16 KiB on more hosts. Before each of these
-    the ranks agree at rank 0, a round trip.
+    between them, in up to 8 parts at once, of a reduce_scatter for each host; on up to 16 hosts
+    data goes on it from each rank to each other one, but for all_reduces of 2 MiB and more. A large
+    broadcast goes from host to host in up to 64, a small one by a tree. ``"leaders"`` has one rank
+    of each host between them, as an all_reduce of up to 128 KiB has on up to 16 hosts. ``"whole"``
+    is an all_reduce inside and then one of everything on every rail, as it is of up to 16 KiB on
+    more hosts. Before each of these the ranks agree at rank 0, a round trip.
     ``"piggyback"`` is data that travels with the calls: from host to host on up to 16, up to 256
     KiB of all ranks, 1 MiB divided by those of a host beyond 4, and of an all_to_all,
     reduce_scatter or scatter up to as much for each host; else to rank 0 and from there to all

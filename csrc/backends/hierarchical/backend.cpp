@@ -154,6 +154,8 @@ void bind_hierarchical(pybind11::module_& m) {
   m.def("all_reduce_parts", &hierarchical::all_reduce_parts, py::arg("bytes"), py::arg("hosts"));
   m.def("all_gather_parts", &hierarchical::all_gather_parts, py::arg("bytes"));
   m.def("reduce_scatter_parts", &hierarchical::reduce_scatter_parts, py::arg("bytes"));
+  m.def("reduces_rows_apart", &hierarchical::reduces_rows_apart, py::arg("bytes"),
+        py::arg("hosts"));
   m.def("chain_parts", &hierarchical::chain_parts, py::arg("bytes"));
   m.def("this_host", &this_host, "The same text in processes that may be able to share memory.");
   m.def(

@@ -341,6 +341,27 @@ void all_gather(const Parts& parts, const InnerCollective& what) {
   scatter_rows(rows_of(out, parts.size), all, parts.hosts.order_by_host());
 }
 
+// The steps of a reduce_scatter inside: for the ranks of which hosts each reduces. Where that goes
+// by messages, what is for the own host is not among them, and `apart` they are in the order in
+// which messages are sent.
+std::vector<Sizes> steps_inside(const Parts& parts, bool by_messages, bool apart) {
+  const int64_t hosts = parts.hosts.count(), own = parts.hosts.host();
+  std::vector<Sizes> steps;
+  if (by_messages && apart) {
+    for (int64_t i = 1; i < hosts; ++i) {
+      steps.push_back({(own + i) % hosts});
+    }
+    return steps;
+  }
+  auto& all = steps.emplace_back();
+  for (int64_t host = 0; host < hosts; ++host) {
+    if (!by_messages || host != own) {
+      all.push_back(host);
+    }
+  }
+  return steps;
+}
+
 // Inside, each rank reduces what is for the ranks of its place, from where the others have it; on
 // its rail what is for this rank. Parts of each row are in different steps at once; what goes by
 // messages to other hosts comes first.
@@ -352,45 +373,60 @@ void reduce_scatter_over_rails(const Parts& parts, const at::Tensor& in, const a
   const bool by_messages = goes_by_messages(parts);
   const int64_t others = parts.hosts.count() - 1, own_host = parts.hosts.host();
   struct Pipe {
-    Tensors sources, own_sources;
+    int64_t offset, count;
     at::Tensor column;  // a row for each host; where they go by messages, the own one is last
     at::Tensor out;
-    Step inside, own_inside;
+    std::vector<Step> inside;
+    Step own_inside;
     std::vector<Step> between;
     std::optional<Reducing> reducing;
   };
+  const auto index_of = [&](int64_t host) {
+    return !by_messages ? host : host == own_host ? others : host - (host > own_host ? 1 : 0);
+  };
+  const auto reduce_inside = [&](const Pipe& pipe, const Sizes& step) {
+    Tensors sources;
+    for (size_t place = 0; place < hosts[0].size(); ++place) {
+      for (const int64_t host : step) {
+        const int rank = hosts[static_cast<size_t>(host)][place];
+        sources.push_back(rows.select(0, rank).narrow(0, pipe.offset, pipe.count));
+      }
+    }
+    const auto size = static_cast<int64_t>(step.size());
+    return parts.local.start(CollectiveRequest::reduce_scatter_parts(
+        op, sources, pipe.column.narrow(0, index_of(step.front()), size), reduction));
+  };
+  const auto steps = steps_inside(parts, by_messages, reduces_rows_apart(in.nbytes(), others + 1));
   std::vector<Pipe> pipes;
   each_piece(out.numel(), reduce_scatter_parts(in.nbytes()), [&](int64_t offset, int64_t count) {
     const auto tag = static_cast<int>(pipes.size());
-    Pipe& pipe = pipes.emplace_back();
+    Pipe& pipe = pipes.emplace_back(Pipe{.offset = offset, .count = count});
     pipe.out = out.narrow(0, offset, count);
     pipe.column = scratch({others + 1, count}, in.options());
     if (by_messages) {
       pipe.reducing.emplace(parts, tag, pipe.out);
     }
-    for (size_t place = 0; place < hosts[0].size(); ++place) {
-      for (int64_t host = 0; host <= others; ++host) {
-        auto& sources = by_messages && host == own_host ? pipe.own_sources : pipe.sources;
-        const int rank = hosts[static_cast<size_t>(host)][place];
-        sources.push_back(rows.select(0, rank).narrow(0, offset, count));
-      }
+    for (const auto& step : steps) {
+      pipe.inside.push_back(reduce_inside(pipe, step));
     }
-    pipe.inside = parts.local.start(CollectiveRequest::reduce_scatter_parts(
-        op, pipe.sources, by_messages ? pipe.column.narrow(0, 0, others) : pipe.column, reduction));
   });
   for (auto& pipe : pipes) {
     if (by_messages) {
-      pipe.own_inside = parts.local.start(CollectiveRequest::reduce_scatter_parts(
-          op, pipe.own_sources, pipe.column.narrow(0, others, 1), reduction));
+      pipe.own_inside = reduce_inside(pipe, {own_host});
     }
   }
   for (auto& pipe : pipes) {
-    pipe.inside.wait();
     if (pipe.reducing) {
+      // Each as soon as its step is over; where there is one step, that is for all.
+      auto next = pipe.inside.begin();
       pipe.between = send_to_all(parts, static_cast<int>(&pipe - pipes.data()), [&](int host) {
-        return pipe.column.select(0, host - (host > own_host ? 1 : 0));
+        if (next != pipe.inside.end()) {
+          (next++)->wait();
+        }
+        return pipe.column.select(0, index_of(host));
       });
     } else {
+      wait(pipe.inside);
       pipe.between.push_back(parts.rail.start(
           CollectiveRequest::reduce_scatter(op, pipe.column, pipe.out, reduction)));
     }

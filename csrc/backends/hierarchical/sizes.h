@@ -33,13 +33,18 @@ constexpr int64_t all_reduce_parts(size_t bytes, int64_t hosts) {
 constexpr int64_t all_gather_parts(size_t bytes) {
   return parts_of(bytes, int64_t{1} << 20);
 }
-// In which all wait for what is reduced inside before anything goes.
 constexpr int64_t reduce_scatter_parts(size_t bytes) {
   return parts_of(bytes, int64_t{4} << 20);
 }
-// Of a broadcast, which goes from host to host, and on from there.
+// Where data goes by messages: whether what is for each host is reduced inside in a step of its
+// own, of each part, so that the first goes while the others are reduced.
+constexpr bool reduces_rows_apart(size_t bytes, int64_t hosts) {
+  return static_cast<int64_t>(bytes) / reduce_scatter_parts(bytes) / hosts >= int64_t{256} << 10;
+}
+// Of a broadcast, which goes from host to host, and on from there. With smaller parts those of a
+// few MiB take longer.
 constexpr int64_t chain_parts(size_t bytes) {
-  return parts_of(bytes, int64_t{256} << 10, 32);
+  return parts_of(bytes, int64_t{128} << 10, 64);
 }
 
 }  // namespace c10d_ext::hierarchical
