@@ -312,8 +312,9 @@ def test_the_benchmarks_bound_is_that_of_the_model() -> None:
         ):
             times = topology.times(op, hosts * here, 1 << 24)
             bound = bench.bound(collective, 1 << 24, hosts, here, 1e8, 1e-4)
-            # Behind the agreement, a round trip. A broadcast's last part is passed on H - 2 times.
-            passed_on = (hosts - 2) / 32 * (1 << 24) / 1e8 if collective == "broadcast" else 0
+            # Behind the agreement, a round trip. A broadcast passes its last part on H - 2 times.
+            last = (1 << 24) / 64 / 1e8
+            passed_on = (hosts - 2) * last if collective == "broadcast" else 0
             assert times["rails"] - 2e-4 - passed_on == pytest.approx(bound)
         rails = topology.times("all_reduce", hosts * here, 1 << 24)["rails"]
         assert rails - 3e-4 == pytest.approx(
