@@ -14,8 +14,9 @@ import sys
 from types import ModuleType
 from typing import Any
 
-# The backend's name.
+# The backends' names.
 SHM = "shm"
+MPI = "mpi"
 SWITCH = "TORCH_C10D_EXT_SHM_FOR_GLOO"
 
 
@@ -64,6 +65,25 @@ def hook(c10d: Any) -> None:
 
     make_group._c10d_ext_original = make  # type: ignore[attr-defined]
     c10d._new_process_group_helper = make_group
+    _hook_beginning(c10d)
+
+
+def _hook_beginning(c10d: Any) -> None:
+    """Has a launcher of MPI number the ranks of "cpu:mpi", too, as torch has those of "mpi"."""
+    import torch.distributed as dist
+
+    begin = c10d.init_process_group
+
+    @functools.wraps(begin)
+    def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
+        if MPI in _names(backend) and str(backend).lower() != MPI and not dist.is_mpi_available():
+            from torch_c10d_ext import _mpi
+
+            _mpi.begin(begin, backend, *args, **kwargs)
+        else:
+            begin(backend, *args, **kwargs)
+
+    c10d.init_process_group = dist.init_process_group = init_process_group
 
 
 def _is_loaded() -> bool:
@@ -80,7 +100,7 @@ def _names_ours(backend: object) -> bool:
     import torch.distributed as dist
 
     names = _names(backend)
-    return SHM in names or ("mpi" in names and not dist.is_mpi_available())
+    return SHM in names or (MPI in names and not dist.is_mpi_available())
 
 
 def _names(backend: object) -> set[str]:

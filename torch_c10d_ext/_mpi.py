@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import datetime as dt
 import importlib.metadata
+import inspect
 import json
 import os
 import re
@@ -306,6 +307,28 @@ def make_group(make: Callable[..., Any], devices: Mapping[str, str], *args: Any,
     if not any(name == "nccl" for name in devices.values()):
         pg._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
     return pg, store
+
+
+def begin(init_process_group: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Torch's ``init_process_group`` for a backend like "cpu:mpi", which it has ranks numbered for.
+
+    Where a launcher of MPI has numbered the ranks, and neither the caller nor the environment has,
+    the launcher's numbers are taken, as for "mpi".
+    """
+    call = inspect.signature(init_process_group).bind(*args, **kwargs)
+    call.apply_defaults()
+    given = call.arguments
+    is_numbered = (
+        given["store"] is not None
+        or given["init_method"] not in (None, "env://")
+        or (given["rank"], given["world_size"]) != (-1, -1)
+        or any(os.environ.get(name) for name in _ENV_RENDEZVOUS[:2])
+    )
+    if _is_launched_by_mpi() and not is_numbered:
+        timeout = given["timeout"] or dist.default_pg_timeout
+        given["rank"], given["world_size"], *_ = _start(timeout)
+        given["store"], given["init_method"] = _store_in_world(given["rank"], timeout), None
+    init_process_group(*call.args, **call.kwargs)
 
 
 def _world(timeout: dt.timedelta) -> tuple[Any, int, int]:
