@@ -65,23 +65,23 @@ def hook(c10d: Any) -> None:
 
     make_group._c10d_ext_original = make  # type: ignore[attr-defined]
     c10d._new_process_group_helper = make_group
-    _hook_beginning(c10d)
+    _hook_init(c10d)
 
 
-def _hook_beginning(c10d: Any) -> None:
+def _hook_init(c10d: Any) -> None:
     """Has a launcher of MPI number the ranks of "cpu:mpi", too, as torch has those of "mpi"."""
     import torch.distributed as dist
 
-    begin = c10d.init_process_group
+    init = c10d.init_process_group
 
-    @functools.wraps(begin)
+    @functools.wraps(init)
     def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
         if MPI in _names(backend) and str(backend).lower() != MPI and not dist.is_mpi_available():
             from torch_c10d_ext import _mpi
 
-            _mpi.begin(begin, backend, *args, **kwargs)
+            _mpi.init_process_group(init, backend, *args, **kwargs)
         else:
-            begin(backend, *args, **kwargs)
+            init(backend, *args, **kwargs)
 
     c10d.init_process_group = dist.init_process_group = init_process_group
 

@@ -309,13 +309,13 @@ def make_group(make: Callable[..., Any], devices: Mapping[str, str], *args: Any,
     return pg, store
 
 
-def begin(init_process_group: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Torch's ``init_process_group`` for a backend like "cpu:mpi", which it has ranks numbered for.
+def init_process_group(init: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Calls ``init``, torch's ``init_process_group``, for a backend like "cpu:mpi".
 
-    Where a launcher of MPI has numbered the ranks, and neither the caller nor the environment has,
-    the launcher's numbers are taken, as for "mpi".
+    Where neither the caller nor the environment gives ranks their numbers, a launcher of MPI does,
+    as for "mpi".
     """
-    call = inspect.signature(init_process_group).bind(*args, **kwargs)
+    call = inspect.signature(init).bind(*args, **kwargs)
     call.apply_defaults()
     given = call.arguments
     is_numbered = (
@@ -328,7 +328,7 @@ def begin(init_process_group: Callable[..., None], *args: Any, **kwargs: Any) ->
         timeout = given["timeout"] or dist.default_pg_timeout
         given["rank"], given["world_size"], *_ = _start(timeout)
         given["store"], given["init_method"] = _store_in_world(given["rank"], timeout), None
-    init_process_group(*call.args, **call.kwargs)
+    init(*call.args, **call.kwargs)
 
 
 def _world(timeout: dt.timedelta) -> tuple[Any, int, int]:

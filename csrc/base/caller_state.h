@@ -22,8 +22,8 @@ class CallerState {
       run_elsewhere(function);
     }
   }
-  // Where this may be a thread that began something for another caller before, and has been the
-  // caller itself meanwhile.
+  // Sets the state in any case: a thread that is kept for several callers may have been this one
+  // before, under another caller's state.
   template <class Function>
   void run_elsewhere(const Function& function) const {
     const at::ThreadLocalStateGuard as_the_caller(state_);

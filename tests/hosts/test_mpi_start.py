@@ -175,16 +175,16 @@ def test_numbers_that_a_program_gives_go_before_the_launchers(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv(_mpi._TORCHRUN, raising=False)
     monkeypatch.setattr(_mpi, "_start", never)
-    _mpi.begin(init, MPI)  # nobody has numbered it
+    _mpi.init_process_group(init, MPI)  # nobody has numbered it
     monkeypatch.setenv("PMI_RANK", "0")
     with pytest.raises(AssertionError, match="MPI is started"):
-        _mpi.begin(init, MPI)
+        _mpi.init_process_group(init, MPI)
     store = dist.HashStore()
-    _mpi.begin(init, MPI, rank=1, world_size=2)
-    _mpi.begin(init, MPI, "tcp://localhost:1")
-    _mpi.begin(init, MPI, store=store, rank=0, world_size=1)
+    _mpi.init_process_group(init, MPI, rank=1, world_size=2)
+    _mpi.init_process_group(init, MPI, "tcp://localhost:1")
+    _mpi.init_process_group(init, MPI, store=store, rank=0, world_size=1)
     monkeypatch.setenv("RANK", "1")
-    _mpi.begin(init, MPI)
+    _mpi.init_process_group(init, MPI)
     assert called == [
         (MPI, None, -1, -1, None),
         (MPI, None, 2, 1, None),

@@ -341,9 +341,9 @@ void all_gather(const Parts& parts, const InnerCollective& what) {
   scatter_rows(rows_of(out, parts.size), all, parts.hosts.order_by_host());
 }
 
-// The steps of a reduce_scatter inside: for the ranks of which hosts each reduces. Where that goes
-// by messages, what is for the own host is not among them, and `apart` they are in the order in
-// which messages are sent.
+// The steps of a reduce_scatter inside a host. Each reduces rows for the ranks of the hosts that it
+// names. Where rows go by messages none is for the own host; `apart`: a step for each other host,
+// in the order in which messages are sent.
 std::vector<Sizes> steps_inside(const Parts& parts, bool by_messages, bool apart) {
   const int64_t hosts = parts.hosts.count(), own = parts.hosts.host();
   std::vector<Sizes> steps;
