@@ -28,10 +28,7 @@ iovec piece_of(std::string_view bytes) {
 
 void Connection::say(uint32_t kind, const Payload& sentence) {
   const auto& words = sentence.words();
-  Heading heading{static_cast<uint32_t>(words.size()), kind, 0};
-  for (const auto& piece : sentence.attached()) {
-    heading.attached += piece.size();
-  }
+  const Heading heading{static_cast<uint32_t>(words.size()), kind, sentence.attached_bytes()};
   const std::string_view head(reinterpret_cast<const char*>(&heading), sizeof(heading));
   std::vector<std::string_view> pieces{head, words};
   pieces.insert(pieces.end(), sentence.attached().begin(), sentence.attached().end());
@@ -106,7 +103,7 @@ size_t Connection::send(const std::vector<std::string_view>& pieces) {
   return all_sent;
 }
 
-bool Connection::listen(size_t limit) {
+bool Connection::listen(size_t limit, const FindLanding& find) {
   std::array<char, kWords> some;
   has_unheard_ = false;
   size_t heard = 0;
@@ -114,7 +111,7 @@ bool Connection::listen(size_t limit) {
   const auto is_enough = [&] {
     return heard > (reader_.has_next() ? std::min(most_heard, kMuch) : most_heard);
   };
-  bool is_allowed = reader_.take({}, limit);
+  bool is_allowed = reader_.take({}, limit, find);
   while (is_allowed && !reader_.has_postponed() && !is_enough()) {
     const auto [room, most] = reader_.attached_room();
     std::array<iovec, 2> parts{iovec{room, most}, iovec{some.data(), some.size()}};
@@ -128,7 +125,7 @@ bool Connection::listen(size_t limit) {
       if (attached > 0) {
         reader_.take_attached(attached);
       }
-      is_allowed = reader_.take({some.data(), count - attached}, limit);
+      is_allowed = reader_.take({some.data(), count - attached}, limit, find);
       if (is_allowed && !reader_.has_postponed() && count < most + some.size()) {
         return true;  // there was no more
       }

@@ -51,8 +51,9 @@ class Connection {
   bool is_unreachable() const;
 
   // Takes in what has come, not much more than a sentence of at most `limit` bytes where there is
-  // no end to it. False: there will be no more, or one is too long.
-  bool listen(size_t limit);
+  // no end to it. False: there will be no more, or one is too long. `find` may be empty; what it
+  // finds is that of the sentence which is taken out next.
+  bool listen(size_t limit, const FindLanding& find = {});
   // Whether that left something, so that there may be more without any coming.
   bool has_unheard() const {
     return has_unheard_;

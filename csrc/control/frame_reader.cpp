@@ -17,24 +17,25 @@ std::string_view take_from(std::string_view& bytes, size_t count) {
 }  // namespace
 
 std::pair<char*, size_t> FrameReader::attached_room() {
-  return {attached_.get() + has_attached_, attached_ ? lengths_.attached - has_attached_ : 0};
+  return attached_ ? std::pair(attached_->rest(), attached_->left()) : std::pair<char*, size_t>();
 }
 
 void FrameReader::take_attached(size_t count) {
-  has_attached_ += count;
-  if (has_attached_ < lengths_.attached) {
-    return;
+  SharedBytes attached;
+  if (attached_) {
+    attached_->take(count);
+    if (attached_->left() > 0) {
+      return;
+    }
+    attached = Landing::bytes_of(attached_);
   }
-  const char* first = attached_.get();
-  SharedBytes attached({std::move(attached_), first}, has_attached_);
   frames_.push_back({lengths_.kind, Payload(std::move(words_), std::move(attached))});
   has_heading_ = 0;
   words_.clear();
   attached_.reset();
-  has_attached_ = 0;
 }
 
-bool FrameReader::take(std::string_view bytes, size_t limit) {
+bool FrameReader::take(std::string_view bytes, size_t limit, const FindLanding& find) {
   std::string all;
   if (has_postponed()) {
     all = std::exchange(postponed_, {}).append(bytes);
@@ -50,8 +51,7 @@ bool FrameReader::take(std::string_view bytes, size_t limit) {
       }
       if (lengths_.words > limit || lengths_.attached > limit - lengths_.words) {
         is_over_ = frames_.empty();
-        has_heading_ = 0;
-        postponed_.assign(reinterpret_cast<const char*>(&lengths_), sizeof(Heading)).append(bytes);
+        postpone(bytes);
         break;
       }
     }
@@ -59,8 +59,13 @@ bool FrameReader::take(std::string_view bytes, size_t limit) {
     if (words_.size() < lengths_.words) {
       break;
     }
+    if (!attached_ && lengths_.attached > 0 && find && has_next()) {
+      postpone(bytes);  // who waits for it is known once those are taken
+      break;
+    }
     if (!attached_ && lengths_.attached > 0) {
-      attached_ = std::make_unique_for_overwrite<char[]>(lengths_.attached);
+      attached_ = find ? find(lengths_.kind, words_, lengths_.attached) : nullptr;
+      attached_ = attached_ ? attached_ : std::make_shared<Landing>(lengths_.attached);
     }
     const auto [room, most] = attached_room();
     const size_t count = std::min(bytes.size(), most);
@@ -71,6 +76,13 @@ bool FrameReader::take(std::string_view bytes, size_t limit) {
     take_attached(count);
   }
   return !is_over_;
+}
+
+void FrameReader::postpone(std::string_view bytes) {
+  postponed_.assign(reinterpret_cast<const char*>(&lengths_), sizeof(Heading));
+  postponed_.append(words_).append(bytes);
+  has_heading_ = 0;
+  words_.clear();
 }
 
 std::optional<Frame> FrameReader::next() {

@@ -6,12 +6,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
 
+#include "control/landing.h"
 #include "control/payload.h"
 
 namespace c10d_ext {
@@ -28,6 +30,11 @@ struct Heading {
   uint64_t attached;
 };
 
+// Where what is attached to a sentence belongs, all words of which are here, and all sentences
+// before it taken; null: nobody waits for it. A landing that is found is reserved for it.
+using FindLanding = std::function<std::shared_ptr<Landing>(uint32_t kind, const std::string& words,
+                                                           size_t attached)>;
+
 // Makes sentences of what comes.
 class FrameReader {
  public:
@@ -35,10 +42,11 @@ class FrameReader {
   std::pair<char*, size_t> attached_room();
   // So many have come there.
   void take_attached(size_t count);
-  // Others have. False: the next sentence is longer than `limit`, and this reads no more.
-  bool take(std::string_view bytes, size_t limit);
-  // Whether one is too long that came behind others, which may be taken by who allows no longer
-  // ones. It is tried anew with the next bytes, or with none.
+  // Others have. False: the next sentence is longer than `limit`, and this reads no more. `find`
+  // may be empty.
+  bool take(std::string_view bytes, size_t limit, const FindLanding& find = {});
+  // Whether a sentence waits for those before it to be taken: it is too long, or wants a landing.
+  // It is tried anew with the next bytes, or with none.
   bool has_postponed() const {
     return !postponed_.empty();
   }
@@ -49,14 +57,16 @@ class FrameReader {
   std::optional<Frame> next();
 
  private:
+  // What has come of the sentence, the words of which are not complete or just are.
+  void postpone(std::string_view bytes);
+
   std::string postponed_;
   bool is_over_ = false;
   // Of the sentence that is being read.
   Heading lengths_{};
   size_t has_heading_ = 0;
   std::string words_;
-  std::shared_ptr<char[]> attached_;
-  size_t has_attached_ = 0;
+  std::shared_ptr<Landing> attached_;
 
   std::deque<Frame> frames_;
 };

@@ -44,6 +44,14 @@ void Payload::attach(SharedBytes data) {
   }
 }
 
+size_t Payload::attached_bytes() const {
+  size_t bytes = 0;
+  for (const auto& piece : attached_) {
+    bytes += piece.size();
+  }
+  return bytes;
+}
+
 void Payload::refuse() {
   throw std::runtime_error("a sentence is too short");
 }

@@ -80,6 +80,7 @@ class Payload {
   const std::vector<SharedBytes>& attached() const {
     return attached_;
   }
+  size_t attached_bytes() const;
 
  private:
   void attach(SharedBytes data);

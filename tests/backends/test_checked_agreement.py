@@ -59,6 +59,12 @@ def test_messages_that_are_late() -> None:
     assert output.endswith("tests passed\n")
 
 
+def test_data_that_comes_to_who_receives_it() -> None:
+    output = build.run(build.build("landing_test", build.SOURCES))
+    print(output)
+    assert output.endswith("tests passed\n")
+
+
 def test_what_goes_over_which_line() -> None:
     output = build.run(build.build("duties_test", build.SOURCES))
     print(output)

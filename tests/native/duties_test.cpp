@@ -1,10 +1,7 @@
 // What a rank does with its lines to other ranks, the other ends of which are here. Run without
 // arguments it runs every test; with arguments, those named.
 
-#include <sys/socket.h>
-
 #include <algorithm>
-#include <array>
 #include <map>
 #include <memory>
 #include <optional>
@@ -21,6 +18,7 @@
 #include "backends/checked/roster.h"
 #include "control/connection.h"
 #include "control/shared_bytes.h"
+#include "one_rank.h"
 #include "program.h"
 
 using namespace c10d_ext;
@@ -28,122 +26,6 @@ using namespace std::chrono_literals;
 using Clock = Duties::Clock;
 
 namespace {
-
-// One rank, and the other ends of its lines.
-class Rank {
- public:
-  Rank(int rank, const std::vector<std::string>& hosts, const std::vector<int>& peers)
-      : roster_(roster_of(rank, hosts)),
-        calls_(roster_, 2s),
-        duties_(roster_, calls_, connect(hosts.size(), peers), {}, {}) {}
-
-  // Calls a collective with data of its own.
-  void call(Call& call, Contribution data = Contribution("mine")) {
-    auto operation = call.operation(summed(6), std::move(data));
-    OpenCall entered{operation.op, std::nullopt, kLong, operation.begin, operation.fail};
-    entered.receive = operation.receive;
-    calls_.enter(operation.called, operation.data, std::move(entered));
-    work();
-  }
-  // Calls one whose data is long on its way.
-  void call_long(Call& call) {
-    auto operation = call.operation(summed(6), kLong);
-    OpenCall entered{operation.op, std::nullopt, kLong, operation.begin, operation.fail};
-    entered.is_long = true;
-    calls_.enter(summed(6), std::nullopt, std::move(entered));
-    work();
-  }
-  static Payload called_long() {
-    Payload words;
-    words.put(Called(summed(6)).words());
-    put(words, std::optional<Contribution>());
-    return words;
-  }
-  void done(uint64_t seq) {
-    CHECK(calls_.done(seq));
-    work();
-  }
-  // Sends a message. Whether it is over, with which its data changes.
-  bool send(int peer, const std::string& data) {
-    const auto lent = std::make_shared<std::string>(data);
-    bool is_over = false;
-    OpenCall call{"send", 0, kLong, [](uint64_t) { CHECK(false); },
-                  [](const Failure&) { CHECK(false); }};
-    call.receive = [&](uint64_t, const auto&) { is_over = true; };
-    Posted posted{.sends = true, .peer = peer, .bytes = data.size()};
-    posted.data = SharedBytes::lent({lent, lent->data()}, lent->size());
-    calls_.enter_message(std::move(posted), std::move(call));
-    work();
-    if (is_over) {
-      std::fill(lent->begin(), lent->end(), '?');
-    }
-    return is_over;
-  }
-  void leave() {
-    duties_.say_goodbye();
-  }
-  Connection& line(int peer) {
-    return ends_.at(peer);
-  }
-  void close(int peer) {
-    ends_.at(peer).close();
-    work();
-  }
-  void work() {
-    duties_.work(duties_.star().everything());
-  }
-  Clock::time_point next_beat() const {
-    return duties_.star().next_beat();
-  }
-  void say(int peer, Says kind, const Payload& words) {
-    ends_.at(peer).say(kind, words);
-    work();
-  }
-  // What the rank has said to a peer since; none where it has closed the line.
-  std::optional<std::vector<uint32_t>> heard_by(int peer) {
-    auto& end = ends_.at(peer);
-    if (!end.listen(4096)) {
-      return std::nullopt;
-    }
-    std::vector<uint32_t> kinds;
-    while (const auto said = end.next()) {
-      kinds.push_back(said->kind);
-    }
-    return kinds;
-  }
-  // The numbers in what it has said of one kind; what it has said of others is dropped.
-  std::vector<int64_t> heard_by(int peer, Says kind) {
-    auto& end = ends_.at(peer);
-    CHECK(end.listen(4096));
-    std::vector<int64_t> numbers;
-    while (auto said = end.next()) {
-      if (said->kind == kind) {
-        numbers.push_back(said->words.number());
-      }
-    }
-    return numbers;
-  }
-
- private:
-  std::vector<Connection> connect(size_t size, const std::vector<int>& peers) {
-    std::vector<Connection> lines(size);
-    for (const int peer : peers) {
-      std::array<int, 2> ends{};
-      CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends.data()) == 0);
-      const int little = 4096;
-      CHECK(setsockopt(ends[0], SOL_SOCKET, SO_SNDBUF, &little, sizeof(little)) == 0);
-      const ForkGuard guard;
-      lines[static_cast<size_t>(peer)] = Connection(FdOwner(ends[0], guard));
-      ends_.emplace(peer, FdOwner(ends[1], guard));
-    }
-    return lines;
-  }
-
-  std::map<int, Connection> ends_;
-  const Roster roster_;
-  OpenCalls calls_;
-  Duties duties_;
-};
 
 using Kinds = std::vector<uint32_t>;
 using Numbers = std::vector<int64_t>;

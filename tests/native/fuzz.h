@@ -131,6 +131,11 @@ inline Contribution given(Random& random) {
   return {bytes, parts};
 }
 
+// Of a message: none, few, or as many as are attached to words.
+inline uint64_t message_bytes(Random& random) {
+  return random.one_in(2) ? 5000 : static_cast<uint64_t>(random.below(2));
+}
+
 // Of a message that is about the last of its rank.
 inline OtherEnd other_end(uint64_t number, Random& random) {
   return {static_cast<int>(random.below(kRanks)), number - static_cast<uint64_t>(random.below(3)),
@@ -143,7 +148,7 @@ inline Payload delivery(int to, uint64_t number, Random& random) {
               .sends = true,
               .peer = to,
               .tag = random.below(3),
-              .bytes = static_cast<uint64_t>(random.below(3))};
+              .bytes = message_bytes(random)};
   if (!random.one_in(4)) {
     send.data = std::string(send.bytes, 'x');
   }
@@ -176,7 +181,7 @@ inline Payload sentence(uint32_t kind, uint64_t seq, uint64_t number, Random& ra
       Posted posted{.sends = random.one_in(2),
                     .peer = static_cast<int>(random.below(kRanks + 1)) - 1,
                     .tag = random.below(3),
-                    .bytes = static_cast<uint64_t>(random.below(3)),
+                    .bytes = message_bytes(random),
                     .dtype = static_cast<DType>(random.below(21))};
       if (posted.sends && random.one_in(2)) {
         posted.data = std::string(posted.bytes, 'x');
@@ -248,7 +253,7 @@ inline Payload word(uint32_t kind, uint64_t number, int self, Random& random) {
                              .number = number,
                              .peer = self,
                              .tag = random.below(3),
-                             .bytes = static_cast<uint64_t>(random.below(3))});
+                             .bytes = message_bytes(random)});
     case kUnwanted:
       return Payload()
           .put(random.below(kRanks))

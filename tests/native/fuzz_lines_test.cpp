@@ -148,7 +148,7 @@ Posted posted_by(int self, Random& random) {
   Posted end{.sends = random.one_in(2),
              .peer = (self + 1 + static_cast<int>(random.below(kRanks - 1))) % kRanks,
              .tag = random.below(3),
-             .bytes = static_cast<uint64_t>(random.below(3))};
+             .bytes = message_bytes(random)};
   if (!end.sends && random.one_in(4)) {
     end.peer = -1;
   }
@@ -257,8 +257,10 @@ uint32_t likely(int from, int self, Random& random) {
 void a_rank_with_lines_takes_anything() {
   Random random(seed() + 5);
   const auto began = Clock::now();
-  uint64_t said = 0, lost = 0, begun = 0, over = 0, failed = 0;
-  const auto has_all_happened = [&] { return lost > 0 && begun > 0 && over > 0 && failed > 0; };
+  uint64_t said = 0, lost = 0, begun = 0, over = 0, failed = 0, landed = 0;
+  const auto has_all_happened = [&] {
+    return lost > 0 && begun > 0 && over > 0 && failed > 0 && landed > 0;
+  };
   while (is_time_left(began, has_all_happened())) {
     constexpr std::array<int, 3> kSelves{0, 2, 3};
     const int self = kSelves[static_cast<size_t>(random.below(3))];
@@ -270,6 +272,9 @@ void a_rank_with_lines_takes_anything() {
       }
     }
     OpenCalls calls(roster, std::chrono::seconds(1));
+    // Of receives, the end of which is the last that is written there.
+    constexpr char kEnded = '?';
+    std::vector<std::shared_ptr<std::string>> memories;
     Duties duties(roster, calls, std::move(lines), {}, {});
     std::vector<uint64_t> seq(kRanks, 1), number(kRanks, 1);
     const auto call = [&](std::optional<int64_t> tag) {
@@ -291,7 +296,30 @@ void a_rank_with_lines_takes_anything() {
       } else if (random.one_in(2)) {
         Posted end = posted_by(self, random);
         auto message = call(end.tag);
-        calls.enter_message(std::move(end), std::move(message));
+        if (!end.sends && random.one_in(2)) {
+          const auto memory = memories.emplace_back(std::make_shared<std::string>(end.bytes, '-'));
+          message.landing = std::make_shared<Landing>(std::shared_ptr<char>(memory, memory->data()),
+                                                      memory->size());
+          const auto end_of = [memory](auto what) {
+            return [memory, what](const auto& how) {
+              what(how);
+              memory->assign(memory->size(), kEnded);
+            };
+          };
+          message.begin = end_of(message.begin);
+          message.fail = end_of(message.fail);
+          if (message.receive) {
+            message.receive = [memory, receive = message.receive, &landed](uint64_t from,
+                                                                           const auto& data) {
+              receive(from, data);
+              landed += data.front().data() == memory->data() && !memory->empty();
+              memory->assign(memory->size(), kEnded);
+            };
+          }
+        }
+        if (auto refused = calls.enter_message(std::move(end), std::move(message)).second) {
+          refused->call.fail(refused->failure);
+        }
         ++number[static_cast<size_t>(self)];
       }
       const auto from = static_cast<int>(random.below(kRanks));
@@ -328,11 +356,15 @@ void a_rank_with_lines_takes_anything() {
     for (auto& left : calls.close()) {
       left.call.fail(left.failure);
     }
+    for (const auto& memory : memories) {
+      CHECK(memory->find_first_not_of(kEnded) == std::string::npos);
+    }
   }
   CHECK(has_all_happened());
-  std::printf("lines: %llu said, %llu lost, %llu begun, %llu over\n",
+  std::printf("lines: %llu said, %llu lost, %llu begun, %llu over, %llu where they belong\n",
               static_cast<unsigned long long>(said), static_cast<unsigned long long>(lost),
-              static_cast<unsigned long long>(begun), static_cast<unsigned long long>(over));
+              static_cast<unsigned long long>(begun), static_cast<unsigned long long>(over),
+              static_cast<unsigned long long>(landed));
 }
 
 void words_are_taken_apart_or_refused() {

@@ -130,6 +130,9 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
         receive(static_cast<int>(peer), data.front());
       };
     }
+    if (message.landing) {
+      call.landing = std::make_shared<Landing>(std::move(message.landing), message.bytes);
+    }
     return tell(std::move(call), [&](OpenCall entered) {
       return calls_.enter_message(std::move(posted), std::move(entered));
     });

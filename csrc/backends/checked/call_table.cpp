@@ -93,6 +93,7 @@ void CallTable::grant(uint64_t number, uint64_t peer, std::optional<SharedBytes>
   if (data && !call.receive) {
     throw std::runtime_error("data of a message that is not little");
   }
+  call.give_back();
   if (data) {
     call.begin = [receive = std::move(call.receive),
                   all = std::vector{std::move(*data)}](uint64_t from) { receive(from, all); };

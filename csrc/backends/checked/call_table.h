@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -19,6 +20,7 @@
 #include "backends/checked/roster.h"
 #include "base/errors.h"
 #include "base/fingerprint.h"
+#include "control/landing.h"
 
 namespace c10d_ext {
 
@@ -35,6 +37,29 @@ struct OpenCall {
   // end (of a send, nothing: it has gone). Both are taken out once all ranks have called it.
   std::function<void(uint64_t, const std::vector<SharedBytes>&)> receive;
   bool is_long = false;  // this rank says when it is done
+  // Where the data of a message belongs that this rank receives, if that may come there at once.
+  std::shared_ptr<Landing> landing = nullptr;
+
+  // For one sentence with so many bytes of data; null where there is no such.
+  std::shared_ptr<Landing> reserve_landing(size_t bytes) const {
+    return landing && landing->size() == bytes && landing->reserve() ? landing : nullptr;
+  }
+  // Nothing comes to its memory from here on.
+  void give_back() const {
+    if (landing) {
+      landing->give_back();
+    }
+  }
+};
+
+// What it has lent is its caller's again.
+struct FailedCall {
+  FailedCall(OpenCall failed, Failure why) : call(std::move(failed)), failure(std::move(why)) {
+    call.give_back();
+  }
+
+  OpenCall call;
+  Failure failure;
 };
 
 // A collective or message that has had its time, of which rank 0 is asked.
@@ -43,6 +68,11 @@ struct LateCall {
   uint64_t seq;
   std::string what;
   int sender = -1;  // whose message a receive waits for; -1: nobody knows
+};
+
+struct LateCalls {
+  std::vector<LateCall> questions;  // to rank 0
+  std::string unanswered;           // what rank 0 says nothing about
 };
 
 class CallTable {
@@ -54,14 +84,8 @@ class CallTable {
   static constexpr auto kNever = Clock::time_point::max();
   static constexpr char kDestroyed[] = "the group must be alive, got a destroyed one";
 
-  struct Failed {
-    OpenCall call;
-    Failure failure;
-  };
-  struct Late {
-    std::vector<LateCall> questions;  // to rank 0
-    std::string unanswered;           // what rank 0 says nothing about
-  };
+  using Failed = FailedCall;
+  using Late = LateCalls;
 
   // `roster` outlives this. `verdict`: what rank 0 has to find out what is the matter.
   CallTable(const Roster& roster, Milliseconds verdict) : roster_(roster), verdict_(verdict) {}
@@ -83,6 +107,11 @@ class CallTable {
   }
   void deny_message(uint64_t number, ErrorKind kind, const Difference& why) {
     deny(messages_, number, kind, why);
+  }
+  // As that of the message has it.
+  std::shared_ptr<Landing> reserve_landing(uint64_t number, size_t bytes) {
+    const auto found = messages_.find(number);
+    return found == messages_.end() ? nullptr : found->second.reserve_landing(bytes);
   }
   // Rank 0 is to be asked of the message another time.
   void ask_again(uint64_t number) {

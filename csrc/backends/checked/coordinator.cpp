@@ -29,6 +29,22 @@ std::vector<int> ends_of_link(const Roster& roster, const RankProgress& progress
   return a != b && are_there(a, b) ? std::vector<int>{a, b} : std::vector<int>{one, other};
 }
 
+// One end of a message, as a rank tells of it.
+Posted take_posting(const Roster& roster, int rank, Payload& words) {
+  auto posted = take_posted(words);
+  posted.rank = rank;
+  posted.number = static_cast<uint64_t>(words.number());
+  words.expect_end();
+  if (posted.peer == rank || posted.peer >= roster.place().size ||
+      posted.peer < (posted.sends ? 0 : -1)) {
+    throw std::runtime_error("a message to or from nobody");
+  }
+  if (posted.delivered != Delivered::Nothing && !roster.are_direct(rank, posted.peer)) {
+    throw std::runtime_error("a message that nobody can deliver");
+  }
+  return posted;
+}
+
 }  // namespace
 
 Coordinator::Coordinator(const Roster& roster, Tell tell)
@@ -45,17 +61,7 @@ void Coordinator::hear(int rank, uint32_t kind, Payload& words) {
       compare();
       break;
     case kPosting: {
-      auto posted = take_posted(words);
-      posted.rank = rank;
-      posted.number = static_cast<uint64_t>(words.number());
-      words.expect_end();
-      if (posted.peer == rank || posted.peer >= roster_.place().size ||
-          posted.peer < (posted.sends ? 0 : -1)) {
-        throw std::runtime_error("a message to or from nobody");
-      }
-      if (posted.delivered != Delivered::Nothing && !roster_.are_direct(rank, posted.peer)) {
-        throw std::runtime_error("a message that nobody can deliver");
-      }
+      const auto posted = take_posting(roster_, rank, words);
       if (!has_ended_) {
         messages_.add(posted);
       }
@@ -147,6 +153,10 @@ void Coordinator::look(Clock::time_point now) {
   for (const auto& question : questions_.take_ripe(now)) {
     answer(question);
   }
+}
+
+std::optional<uint64_t> Coordinator::receive_for(int rank, Payload& words) const {
+  return messages_.receive_for(take_posting(roster_, rank, words));
 }
 
 void Coordinator::lose(const std::vector<int>& ranks, const std::string& how) {

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,9 @@ class Coordinator {
 
   // What a rank says. Throws std::runtime_error where that makes no sense.
   void hear(int rank, uint32_t kind, Payload& words);
+  // Which receive of rank 0 takes the message that a rank posts, the data of which is yet to come.
+  // Throws as hear().
+  std::optional<uint64_t> receive_for(int rank, Payload& words) const;
   // Ranks are no more there; `how`: kGone or kUnreachable.
   void lose(const std::vector<int>& ranks, const std::string& how);
   // When there is something to look() at.

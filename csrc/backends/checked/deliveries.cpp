@@ -61,6 +61,9 @@ void Deliveries::add(Posted send) {
     }
     return;
   }
+  if (send.data && !receive_for(send)) {
+    send.data = send.data->kept();  // a receive that is in doubt may have lent its memory
+  }
   held += size;
   const int64_t tag = send.tag;
   channels_[tag].sends[send.rank].push_back(std::move(send));
@@ -146,7 +149,7 @@ void Deliveries::settle(int64_t tag) {
   }
   auto& channel = found->second;
   for (auto& [from, sends] : channel.sends) {
-    pair(from, sends, channel.receives);
+    pair(sends, channel.receives);
   }
   let_go(tag, channel);
   std::erase_if(channel.sends, [](const auto& sends) { return sends.second.empty(); });
@@ -155,22 +158,41 @@ void Deliveries::settle(int64_t tag) {
   }
 }
 
-void Deliveries::pair(int from, std::deque<Posted>& sends, std::list<Receive>& receives) {
+Deliveries::Receive* Deliveries::receive_of(const Posted& send, std::list<Receive>& receives) {
   for (auto& receive : receives) {
-    if (receive.over_by || (receive.peer >= 0 && receive.peer != from)) {
+    if (receive.over_by || (receive.peer >= 0 && receive.peer != send.rank)) {
       continue;
     }
-    if (receive.peer < 0 || receive.is_in_doubt || sends.empty()) {
-      return;
-    }
-    const auto& send = sends.front();
-    if (!send.data || send.bytes != receive.bytes || send.dtype != receive.dtype) {
-      return;
-    }
-    receive.over_by = key_of(send);
-    taken_.push_back(key_of(send));
-    received_.push_back({receive.number, from, std::move(*take_first(sends).data)});
+    const bool is_known = receive.peer >= 0 && !receive.is_in_doubt;
+    const bool fits = send.data && send.bytes == receive.bytes && send.dtype == receive.dtype;
+    return is_known && fits ? &receive : nullptr;
   }
+  return nullptr;
+}
+
+void Deliveries::pair(std::deque<Posted>& sends, std::list<Receive>& receives) {
+  while (!sends.empty()) {
+    auto* const receive = receive_of(sends.front(), receives);
+    if (receive == nullptr) {
+      return;
+    }
+    const Send send = key_of(sends.front());
+    receive->over_by = send;
+    taken_.push_back(send);
+    received_.push_back({receive->number, send.first, std::move(*take_first(sends).data)});
+  }
+}
+
+std::optional<uint64_t> Deliveries::receive_for(const Posted& send) {
+  if (const auto awaited = awaited_.find(key_of(send)); awaited != awaited_.end()) {
+    return awaited->second;
+  }
+  const auto channel = channels_.find(send.tag);
+  if (channel == channels_.end() || channel->second.sends.count(send.rank) != 0) {
+    return std::nullopt;
+  }
+  const auto* const receive = receive_of(send, channel->second.receives);
+  return receive == nullptr ? std::nullopt : std::optional(receive->number);
 }
 
 void Deliveries::let_go(int64_t tag, Channel& channel) {

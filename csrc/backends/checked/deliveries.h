@@ -41,6 +41,8 @@ class Deliveries {
   void add(Posted send);
   // This rank asks rank 0 to give the receive up.
   void doubt(uint64_t number);
+  // Which receive will take what a sender is about to say; none where rank 0 is to say so.
+  std::optional<uint64_t> receive_for(const Posted& send);
   // Whose message the receive waits for; -1: nobody knows.
   int sender_for(uint64_t number) const;
   // Rank 0 has granted it a message. Whether to begin it by that: its data comes another way.
@@ -80,7 +82,10 @@ class Deliveries {
 
   // Gives receives the messages that are theirs, lets go of what is to be withdrawn, and tidies up.
   void settle(int64_t tag);
-  void pair(int from, std::deque<Posted>& sends, std::list<Receive>& receives);
+  // The one that takes it if it is the first of its sender's; null where that is not known here, or
+  // its data does not come with it.
+  static Receive* receive_of(const Posted& send, std::list<Receive>& receives);
+  void pair(std::deque<Posted>& sends, std::list<Receive>& receives);
   void let_go(int64_t tag, Channel& channel);
   void drop(const Send& send, Channel& channel);
   // None where it has not come yet.

@@ -101,6 +101,29 @@ void Duties::hear(int rank, uint32_t kind, Payload& words) {
   }
 }
 
+std::shared_ptr<Landing> Duties::find_landing(int rank, uint32_t kind, Payload words) {
+  std::optional<uint64_t> receive;
+  const size_t bytes = words.attached_bytes();
+  try {
+    if (kind == kPosting && coordinator_) {
+      receive = coordinator_->receive_for(rank, words);
+    } else if (kind == kGranted && rank == 0) {
+      receive = static_cast<uint64_t>(words.number());
+    } else if (kind == kDelivering) {
+      const auto send = take_delivery(words, rank, roster_.place().rank);
+      calls_.hear_of_messages([&](OwnMessages& messages) { receive = messages.receive_for(send); });
+    }
+  } catch (const std::runtime_error&) {
+    // It says so again once it is here.
+  }
+  std::shared_ptr<Landing> landing;
+  if (receive) {
+    calls_.hear_of_calls(
+        [&](CallTable& calls) { landing = calls.reserve_landing(*receive, bytes); });
+  }
+  return landing;
+}
+
 void Duties::obey(uint32_t kind, Payload& words) {
   if (relay_ && kind == kSingly) {
     relay_->pass_on_singly();

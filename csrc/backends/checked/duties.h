@@ -4,6 +4,7 @@
 // is one. No torch in here.
 
 #include <chrono>
+#include <memory>
 #include <optional>
 #include <set>
 #include <vector>
@@ -53,6 +54,7 @@ class Duties final : private Star::Listener {
   void settle();
 
   void hear(int rank, uint32_t kind, Payload& words) override;
+  std::shared_ptr<Landing> find_landing(int rank, uint32_t kind, Payload words) override;
   // What rank 0, or this leader, has said.
   void obey(uint32_t kind, Payload& words);
   void hear_beside_the_star(int rank, uint32_t kind, Payload& words);

@@ -5,14 +5,20 @@
 
 namespace c10d_ext {
 
+namespace {
+
+bool could_take(const Posted& receive, const Posted& send) {
+  return receive.peer == send.rank || receive.peer < 0;
+}
+
+}  // namespace
+
 std::optional<Posted> Matching::match(const Posted& posted) {
   const auto key = std::make_pair(posted.sends ? posted.peer : posted.rank, posted.tag);
   const auto box = boxes_.try_emplace(key).first;
   auto& others = posted.sends ? box->second.receives : box->second.sends;
   const auto other = std::find_if(others.begin(), others.end(), [&](const Posted& o) {
-    const Posted& send = posted.sends ? posted : o;
-    const Posted& receive = posted.sends ? o : posted;
-    return receive.peer == send.rank || receive.peer < 0;
+    return posted.sends ? could_take(o, posted) : could_take(posted, o);
   });
   if (other == others.end()) {
     (posted.sends ? box->second.sends : box->second.receives).push_back(posted);
@@ -24,6 +30,17 @@ std::optional<Posted> Matching::match(const Posted& posted) {
     boxes_.erase(box);
   }
   return found;
+}
+
+const Posted* Matching::receive_for(const Posted& send) const {
+  const auto box = boxes_.find({send.peer, send.tag});
+  if (box == boxes_.end()) {
+    return nullptr;
+  }
+  const auto& receives = box->second.receives;
+  const auto found = std::find_if(receives.begin(), receives.end(),
+                                  [&](const Posted& receive) { return could_take(receive, send); });
+  return found == receives.end() ? nullptr : &*found;
 }
 
 bool Matching::want_last(int rank, int64_t tag) {

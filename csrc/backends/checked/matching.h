@@ -46,6 +46,9 @@ class Matching {
   // one before it that could take the same messages is wanted. Then so is this one.
   bool want_last(int rank, int64_t tag);
 
+  // The receive that waits for it, if there is one.
+  const Posted* receive_for(const Posted& send) const;
+
   // One of those that wait, if there is any.
   const Posted* find_any(const std::function<bool(const Posted&)>& which) const;
   const Posted* find(int rank, uint64_t number) const;

@@ -40,6 +40,10 @@ class OwnMessages {
     deliveries_.doubt(number);
     return sender_for(number);
   }
+  // Which receive takes what is being sent to this rank, as far as that is known.
+  std::optional<uint64_t> receive_for(const Posted& send) {
+    return deliveries_.receive_for(send);
+  }
   // Whose message a receive waits for; -1: nobody knows, or it is a send.
   int sender_for(uint64_t number) const {
     return deliveries_.sender_for(number);

@@ -53,6 +53,13 @@ void PostedMessages::add(const Posted& posted) {
   deny(receive, Kind::Mismatch, how, end_of(send));
 }
 
+std::optional<uint64_t> PostedMessages::receive_for(const Posted& send) const {
+  const auto* receive = send.peer == 0 ? matching_.receive_for(send) : nullptr;
+  const bool fits = receive != nullptr && receive->peer == send.rank &&
+                    receive->bytes == send.bytes && receive->dtype == send.dtype;
+  return fits ? std::optional(receive->number) : std::nullopt;
+}
+
 bool PostedMessages::is_empty() const {
   return matching_.find_any([](const Posted& posted) { return !posted.is_given_up; }) == nullptr;
 }

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -27,6 +28,9 @@ class PostedMessages {
 
   // One end of one, which waits for the other from here on where that is not there.
   void add(const Posted& posted);
+  // Which receive of rank 0 takes what is being sent to it; none where that may be another one once
+  // it is here.
+  std::optional<uint64_t> receive_for(const Posted& send) const;
   // The rank posts nothing more, and waits for nothing.
   void leave(int rank);
   // Its end of number `number` is about to be given up: where it is delivered, who receives it is

@@ -243,7 +243,11 @@ void Star::beat() {
 
 // What comes over a line; rank 0's others, and theirs to rank 0.
 void Star::hear(size_t line) {
-  const bool stays = lines_[line].listen(kLongest);
+  const auto find = [this, line](uint32_t kind, const std::string& words, size_t attached) {
+    const SharedBytes to_come(nullptr, attached);
+    return listener_.find_landing(static_cast<int>(line), kind, Payload(words, to_come));
+  };
+  const bool stays = lines_[line].listen(kLongest, find);
   try {
     while (auto sentence = lines_[line].next()) {
       heartbeat_.heard(line);

@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -21,6 +22,7 @@
 #include "backends/checked/roster.h"
 #include "control/connection.h"
 #include "control/death_sockets.h"
+#include "control/landing.h"
 #include "control/process.h"
 
 namespace c10d_ext {
@@ -39,6 +41,9 @@ class Star {
     virtual ~Listener() = default;
     // What `rank` says. Throws std::runtime_error where that makes no sense, and then loses it.
     virtual void hear(int rank, uint32_t kind, Payload& words) = 0;
+    // Where the data of what it says belongs, which is yet to come: in `words` it means nothing.
+    // Null: nobody waits for it.
+    virtual std::shared_ptr<Landing> find_landing(int rank, uint32_t kind, Payload words) = 0;
     // Ranks to which there is no connection any more; `how`: kGone or kUnreachable.
     virtual void lose(const std::vector<int>& ranks, const std::string& how) = 0;
   };

@@ -370,7 +370,7 @@ void write(const at::Tensor& tensor, std::string_view data) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const at::Tensor dense =
       tensor.is_contiguous() ? tensor : at::empty(tensor.sizes(), tensor.options());
-  if (!data.empty()) {
+  if (!data.empty() && data.data() != dense.const_data_ptr()) {
     std::memcpy(dense.mutable_data_ptr(), data.data(), data.size());
   }
   if (!dense.is_same(tensor)) {
@@ -460,6 +460,10 @@ StartedMessage start_granted(const std::shared_ptr<Agreement>& agreement, const 
         work->fail(std::current_exception());
       }
     };
+    if (!message.sends && call.wire.is_contiguous() && end.bytes > 0) {
+      const auto wire = std::make_shared<const at::Tensor>(call.wire);
+      end.landing = {wire, static_cast<char*>(wire->mutable_data_ptr())};
+    }
     const size_t most = std::min(call.most, agreement->most_with_words(end.peer));
     if (message.sends && end.bytes <= most && call.wire.is_contiguous()) {
       const auto wire = std::make_shared<const at::Tensor>(call.wire);
