@@ -9,6 +9,7 @@ import contextlib
 import datetime as dt
 import inspect
 import itertools
+import unittest.mock
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch._inductor.config
 import torch.distributed as dist
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 
 import torch_c10d_ext
 import torch_c10d_ext.distributed as ours
@@ -285,6 +287,82 @@ def _works() -> None:
 def test_works() -> None:
     for backend in EVERYWHERE:
         run(2, _works, backend=backend, deadline=DEADLINE)
+
+
+def _short_and_long_ways() -> None:
+    """Rank 0 and the last one of a group of theirs; whether a call has a work shows its way."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    group = dist.new_group([0, last])
+    if rank not in (0, last):
+        return
+    place, other = (0, last) if rank == 0 else (1, 0)
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return f(*args, **(kwargs or {}))
+
+    class Subclass(Tensor):
+        pass
+
+    def by_world(m: Any, x: Tensor, peer: int) -> Any:
+        return m(x, peer, group)
+
+    def by_group(m: Any, x: Tensor, peer: int) -> Any:
+        return m(x, None, group, 0, 1 - place)
+
+    def with_tag(m: Any, x: Tensor, peer: int) -> Any:
+        return m(x, peer, group, tag=7)
+
+    def by_name(m: Any, x: Tensor, peer: int) -> Any:
+        return m(x, peer, group.group_name)
+
+    def in_a_mode(m: Any, x: Tensor, peer: int) -> Any:
+        with Mode():
+            return m(x, peer, group)
+
+    def of_a_parameter(m: Any, x: Tensor, peer: int) -> Any:
+        return m(torch.nn.Parameter(x), peer, group)
+
+    def of_a_subclass(m: Any, x: Tensor, peer: int) -> Any:
+        return m(x.as_subclass(Subclass), peer, group)
+
+    def of_a_leaf(m: Any, x: Tensor, peer: int) -> Any:
+        return m(x.requires_grad_(), peer, group)
+
+    start = torch_c10d_ext._C.start_messages
+    for turn, (call, is_short) in enumerate(
+        (
+            (by_world, True),
+            (with_tag, True),
+            (of_a_leaf, True),
+            (by_group, False),
+            (by_name, False),
+            (in_a_mode, False),
+            (of_a_parameter, True),
+            (of_a_subclass, False),
+        )
+    ):
+        with unittest.mock.patch.object(
+            torch_c10d_ext._C, "start_messages", side_effect=start
+        ) as works:
+            x = value(place, salt=turn)
+            if place == 0:
+                assert call(ours.send, x, other) is None
+                assert x._version == 0
+            y = torch.zeros(4)
+            assert call(ours.recv, y, other) == other
+            assert y._version == 1
+            if place == 1:
+                call(ours.send, x, other)
+        assert works.call_count == (0 if is_short else 2), call
+        assert torch.equal(y.detach(), value(1 - place, salt=turn))
+        assert y.grad_fn is None
+    assert torch_c10d_ext.pending_count() == 0
+
+
+@on_every_backend
+def test_plain_messages_take_a_short_way(backend: str, size: int) -> None:
+    run(size, _short_and_long_ways, backend=backend)
 
 
 def _a_message_that_never_comes() -> None:

@@ -73,6 +73,12 @@ def start_messages(
     group_name: str,
 ) -> list[Work]: ...
 
+# The same of one message between two other ranks, complete on return. False, and nothing has
+# happened, where `writes` say so, and where what is asked for makes no sense.
+def pass_message(
+    tensor: torch.Tensor, peer: int, group: dist.ProcessGroup, tag: int, sends: bool, /
+) -> bool: ...
+
 # The message's tensor is one to wait for from now on.
 def attach_message(message: Work) -> None: ...
 

@@ -70,6 +70,20 @@ void check_messages(const Group& group, c10::ArrayRef<Message> messages) {
   }
 }
 
+namespace {
+
+std::vector<WorkPtr> start_in_place(const Group& group, c10::ArrayRef<Message> messages) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  for (const auto& message : messages) {
+    if (!message.sends && !message.tensor.is_inference()) {
+      message.tensor.unsafeGetTensorImpl()->bump_version();
+    }
+  }
+  return start_messages(name_of(messages), group, messages);
+}
+
+}  // namespace
+
 std::vector<c10::intrusive_ptr<c10d::Work>> start_messages_of(
     const std::vector<at::Tensor>& tensors, const std::vector<int64_t>& peers,
     const std::vector<bool>& sends, const std::vector<int64_t>& tags,
@@ -80,13 +94,11 @@ std::vector<c10::intrusive_ptr<c10d::Work>> start_messages_of(
     messages.push_back({tensors[i], sends.at(i), peers.at(i), tags.at(i)});
   }
   check_messages(group, messages);
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  for (const auto& message : messages) {
-    if (!message.sends && !message.tensor.is_inference()) {
-      message.tensor.unsafeGetTensorImpl()->bump_version();
-    }
-  }
-  return start_messages(name_of(messages), group, messages);
+  return start_in_place(group, messages);
+}
+
+WorkPtr start_message(const Group& group, const Message& message) {
+  return start_in_place(group, message).front();
 }
 
 std::vector<WorkPtr> start_messages(std::string_view op, const Group& group,

@@ -24,6 +24,7 @@
 #include "frontend/devices.h"
 #include "frontend/dispatch_state.h"
 #include "frontend/fast_call.h"
+#include "frontend/fast_message.h"
 #include "frontend/lazy/lazy.h"
 #include "frontend/older_vmap.h"
 #include "frontend/result_memory.h"
@@ -161,6 +162,7 @@ PyMethodDef quick_methods[] = {
     {"remember", fastcall(remember), METH_FASTCALL, nullptr},
     {"hold_again", fastcall(hold_again), METH_FASTCALL, nullptr},
     {"check_apart", fastcall(check_apart), METH_FASTCALL, nullptr},
+    {"pass_message", fastcall(fast_call::pass_message), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
+from torch_c10d_ext import _C
 from torch_c10d_ext._async import captures_numbers
 from torch_c10d_ext._groups import (
     Group,
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _ANY = -1
+_is_compiling = torch.compiler.is_compiling
 
 
 def _peer_of(op: str, role: str, name: str, rank: Any, rank_in_group: Any) -> int:
@@ -73,6 +76,19 @@ def _start(name: str, tensor: Tensor, sends: bool, peer: int, tag: int) -> Any:
 def _start_all(name: str, messages: list[_delivery.Message]) -> list[Any]:
     block = _coalescing.open_blocks.get(name)
     return block.hold_messages(messages) if block else _delivery.start_messages(messages, name)
+
+
+def _passes(
+    tensor: Tensor, peer: Any, group: Group, tag: Any, peer_in_group: Any, sends: bool
+) -> bool:
+    """Whether the message has passed by a short way, which takes the most frequent calls."""
+    if peer_in_group is not None or _is_compiling() or _coalescing.open_blocks:
+        return False
+    pg = c10d._world.default_pg if group is None else group
+    if type(pg) is not dist.ProcessGroup or type(peer) is not int:
+        return False
+    place = c10d._world.pg_group_ranks.get(pg, {}).get(peer)
+    return place is not None and _C.pass_message(tensor, place, pg, tag, sends)
 
 
 def _pass(name: str, tensor: Tensor, sends: bool, peer: int, tag: int) -> Any:
@@ -170,7 +186,6 @@ def irecv(
     return _start(name, tensor, False, peer, tag)
 
 
-@torch.no_grad()
 def send(
     tensor: Tensor,
     dst: int | None = None,
@@ -199,15 +214,17 @@ def send(
 
     Source: csrc/ops/batch_isend_irecv.cpp
     """
+    if _passes(tensor, dst, group, tag, group_dst, True):
+        return
     name = member("send", group)
     if name is None:
         return
     peer = _peer_of("send", "dst", name, dst, group_dst)
     _check("send", name, tensor, peer, tag)
-    _pass(name, tensor, True, peer, tag)
+    with torch.no_grad():
+        _pass(name, tensor, True, peer, tag)
 
 
-@torch.no_grad()
 def recv(
     tensor: Tensor,
     src: int | None = None,
@@ -237,6 +254,8 @@ def recv(
 
     Source: csrc/ops/batch_isend_irecv.cpp
     """
+    if src is not None and _passes(tensor, src, group, tag, group_src, False):
+        return src
     name = member("recv", group)
     if name is None:
         return -1
@@ -248,7 +267,8 @@ def recv(
             "traceable: set torch._dynamo.config.capture_scalar_outputs = True, name a source, or "
             f"call irecv(...).wait(), which returns no rank; got src=None {where(name)}"
         )
-    work = _pass(name, tensor, False, peer, tag)
+    with torch.no_grad():
+        work = _pass(name, tensor, False, peer, tag)
     members = world_ranks(name)
     if peer != _ANY:
         return members[peer]
