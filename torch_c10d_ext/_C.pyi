@@ -73,8 +73,8 @@ def start_messages(
     group_name: str,
 ) -> list[Work]: ...
 
-# The same of one message between two other ranks, complete on return. False, and nothing has
-# happened, where `writes` say so, and where what is asked for makes no sense.
+# Sends or receives one message, as start_messages, and returns once it is complete. False, and
+# nothing has happened, where `writes` say so, and where what is asked for makes no sense.
 def pass_message(
     tensor: torch.Tensor, peer: int, group: dist.ProcessGroup, tag: int, sends: bool, /
 ) -> bool: ...

@@ -35,7 +35,7 @@ std::vector<c10::intrusive_ptr<c10d::Work>> start_messages_of(
     const std::vector<bool>& sends, const std::vector<int64_t>& tags,
     const std::string& group_name);
 
-// One that is known to make sense; the same.
+// Starts one message that check_messages() would let pass; otherwise the same.
 c10::intrusive_ptr<c10d::Work> start_message(const Group& group, const Message& message);
 
 // A message as a tensor, which a graph can hand from its start to its wait. The message hangs on

@@ -30,8 +30,8 @@ struct Heading {
   uint64_t attached;
 };
 
-// Where what is attached to a sentence belongs, all words of which are here, and all sentences
-// before it taken; null: nobody waits for it. A landing that is found is reserved for it.
+// Finds the memory for what is attached to a sentence, once all words of that are here and all
+// sentences before it are taken, and reserves it; null where nobody waits for it.
 using FindLanding = std::function<std::shared_ptr<Landing>(uint32_t kind, const std::string& words,
                                                            size_t attached)>;
 
@@ -57,7 +57,7 @@ class FrameReader {
   std::optional<Frame> next();
 
  private:
-  // What has come of the sentence, the words of which are not complete or just are.
+  // Keeps what has come of the sentence that is being read, and the bytes behind that.
   void postpone(std::string_view bytes);
 
   std::string postponed_;

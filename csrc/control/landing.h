@@ -1,6 +1,6 @@
 #pragma once
 
-// Where data comes to that is attached to a sentence. No torch in here.
+// The memory for data that is attached to a sentence. No torch in here.
 
 #include <cstddef>
 #include <cstring>
@@ -11,8 +11,8 @@
 
 namespace c10d_ext {
 
-// Its own memory, or lent: that of who waits for the data, which is spared a copy. By one thread at
-// a time.
+// A Landing holds the memory that the data of one sentence comes to: its own, or memory that is
+// lent by who waits for the data, and so needs no copy of it. Not for several threads at once.
 class Landing {
  public:
   explicit Landing(size_t size)
@@ -34,12 +34,12 @@ class Landing {
     landed_ += count;
   }
 
-  // Of what is lent: for one sentence. False: another one comes here.
+  // Keeps the landing for one sentence. False: another one has it.
   bool reserve() {
     return !std::exchange(is_reserved_, true);
   }
-  // The lent memory is its owner's again: what has come of a sentence that is not complete, and
-  // what comes, stays here.
+  // Gives lent memory back to its owner. What has come of a sentence that is not complete, and what
+  // comes, goes to memory of its own.
   void give_back() {
     if (lent_ && is_reserved_ && left() > 0) {
       own_ = std::make_unique_for_overwrite<char[]>(size_);

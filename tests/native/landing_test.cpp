@@ -70,7 +70,7 @@ std::string message(const Way& way, uint64_t number, const std::string& data, in
   return bytes_of(kGranted, words);
 }
 
-// Of one end, heard in as many pieces as there are calls.
+// A Speaker writes bytes to one line of a rank, which hears them call by call.
 class Speaker {
  public:
   Speaker(Rank& rank, int peer) : rank_(rank), peer_(peer) {}
@@ -257,7 +257,25 @@ void what_rank_0_grants_wrongly_does_not_come_at_once() {
   CHECK(memory == std::string(kSize + 1, '-') && received.data == data_of('a'));
 }
 
-// It ends in the middle of it.
+// The engine writes the memory from there on, and nobody else.
+void what_the_engine_receives_has_its_memory_alone() {
+  const Way& way = kWays[0];
+  Rank rank(way.rank, kHosts, others(way.rank));
+  std::string memory(kSize, '-');
+  Received received;
+  rank.receive(way.from, memory, received);
+  const auto bytes = message(way, 1, data_of('a'));
+  Speaker speaker(rank, way.by);
+  speaker.say(std::string_view(bytes).substr(0, kHalf));
+  Payload words = Payload().put(1);
+  rank.say(0, kGranted, put(words, {5, 1, Delivered::Nothing}).put(0));
+  CHECK(received.has_begun);
+  memory.assign(kSize, '?');
+  speaker.say(std::string_view(bytes).substr(kHalf));
+  CHECK(memory == std::string(kSize, '?') && !received.data);
+}
+
+// The line ends in the middle of a sentence.
 void a_line_that_is_lost_leaves_nothing_behind() {
   for (const auto& way : {kWays[0], kWays[1]}) {
     Rank rank(way.rank, kHosts, others(way.rank));
@@ -283,6 +301,7 @@ const std::vector<Test> kTests = {
     TEST(what_may_be_anothers_does_not_come_at_once),
     TEST(what_is_behind_another_message_does_not_come_at_once),
     TEST(what_rank_0_grants_wrongly_does_not_come_at_once),
+    TEST(what_the_engine_receives_has_its_memory_alone),
     TEST(a_line_that_is_lost_leaves_nothing_behind),
 };
 

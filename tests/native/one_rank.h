@@ -32,6 +32,7 @@ struct Received {
   int from = -1;
   std::optional<std::string> data = std::nullopt;
   const char* at = nullptr;  // where it was
+  bool has_begun = false;    // by the engine
   std::optional<Failure> failure = std::nullopt;
 };
 
@@ -88,7 +89,7 @@ class Rank {
   // Receives a message to that memory.
   void receive(int peer, std::string& memory, Received& received,
                std::chrono::milliseconds timeout = kLong) {
-    OpenCall call{"recv", 0, timeout, [](uint64_t) { CHECK(false); },
+    OpenCall call{"recv", 0, timeout, [&received](uint64_t) { received.has_begun = true; },
                   [&received](const Failure& failure) { received.failure = failure; }};
     call.receive = [&received](uint64_t from, const std::vector<SharedBytes>& data) {
       received.from = static_cast<int>(from);

@@ -81,7 +81,7 @@ def _start_all(name: str, messages: list[_delivery.Message]) -> list[Any]:
 def _passes(
     tensor: Tensor, peer: Any, group: Group, tag: Any, peer_in_group: Any, sends: bool
 ) -> bool:
-    """Whether the message has passed by a short way, which takes the most frequent calls."""
+    """Sends or receives by a short way; False, and nothing has happened, where none is open."""
     if peer_in_group is not None or _is_compiling() or _coalescing.open_blocks:
         return False
     pg = c10d._world.default_pg if group is None else group

@@ -65,8 +65,8 @@ class Agreement {
     // Instead of `begin`, where the data did: here it is, or it has gone where this end sends. Of
     // every message of up to kLittleMessage bytes.
     std::function<void(int peer, std::string_view data)> receive = nullptr;
-    // A receive's memory for that, where the data may come at once: it is no other data then, and
-    // until receive() is called it may have a part of it. After fail() nothing comes there.
+    // Of a receive: the memory that its data belongs in, which may get a part of the data before
+    // receive() is called. Nothing is written there after begin() or fail().
     std::shared_ptr<char> landing = nullptr;
   };
 

@@ -37,10 +37,10 @@ struct OpenCall {
   // end (of a send, nothing: it has gone). Both are taken out once all ranks have called it.
   std::function<void(uint64_t, const std::vector<SharedBytes>&)> receive;
   bool is_long = false;  // this rank says when it is done
-  // Where the data of a message belongs that this rank receives, if that may come there at once.
+  // Of a receive that lends its memory: where its data comes to at once.
   std::shared_ptr<Landing> landing = nullptr;
 
-  // For one sentence with so many bytes of data; null where there is no such.
+  // Reserves the landing for one sentence with so many bytes of data; null where it cannot be.
   std::shared_ptr<Landing> reserve_landing(size_t bytes) const {
     return landing && landing->size() == bytes && landing->reserve() ? landing : nullptr;
   }
@@ -52,7 +52,7 @@ struct OpenCall {
   }
 };
 
-// What it has lent is its caller's again.
+// A call that fails gives the memory that it lent back to its caller.
 struct FailedCall {
   FailedCall(OpenCall failed, Failure why) : call(std::move(failed)), failure(std::move(why)) {
     call.give_back();
@@ -70,6 +70,7 @@ struct LateCall {
   int sender = -1;  // whose message a receive waits for; -1: nobody knows
 };
 
+// What has had its time, as take_late() finds it.
 struct LateCalls {
   std::vector<LateCall> questions;  // to rank 0
   std::string unanswered;           // what rank 0 says nothing about
@@ -108,7 +109,7 @@ class CallTable {
   void deny_message(uint64_t number, ErrorKind kind, const Difference& why) {
     deny(messages_, number, kind, why);
   }
-  // As that of the message has it.
+  // Reserves the landing of message `number`, as OpenCall does.
   std::shared_ptr<Landing> reserve_landing(uint64_t number, size_t bytes) {
     const auto found = messages_.find(number);
     return found == messages_.end() ? nullptr : found->second.reserve_landing(bytes);

@@ -114,7 +114,7 @@ std::shared_ptr<Landing> Duties::find_landing(int rank, uint32_t kind, Payload w
       calls_.hear_of_messages([&](OwnMessages& messages) { receive = messages.receive_for(send); });
     }
   } catch (const std::runtime_error&) {
-    // It says so again once it is here.
+    // The sentence is heard, and refused, once its data is here.
   }
   std::shared_ptr<Landing> landing;
   if (receive) {
