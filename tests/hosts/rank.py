@@ -291,7 +291,7 @@ def broadcasts_until_it_fails() -> None:
 
 
 def shares_until_it_fails() -> None:
-    """By messages on rails: what each rank gives to, and gets of, all."""
+    """By messages on rails: what each rank gives to, and gets of, all; round three hosts."""
     n = dist.get_world_size()
     share, whole = torch.zeros(1 << 18), torch.zeros(n << 18)
 

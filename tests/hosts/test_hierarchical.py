@@ -7,6 +7,7 @@ They are held to what test_shm.py and the contract of the ops ask of shm. A back
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import subprocess
@@ -214,6 +215,39 @@ def _large_parts(count: int) -> None:
 def test_large_parts_travel_from_where_they_are(hosts: str) -> None:
     for count in (40_001, 700_003):
         run(len(hosts), _large_parts, count, backend=f"hosts:{hosts}")
+
+
+def _reduced_parts(count: int) -> None:
+    """Whatever is reduced, in one order of ranks or another."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+
+    def given(of: int, dtype: torch.dtype) -> torch.Tensor:
+        x = torch.arange(n * count, dtype=torch.int64)
+        return ((x * 7 + 3 * of) % 5 + 1).to(dtype)
+
+    for dtype, op, reduced in (
+        (torch.float64, dist.ReduceOp.AVG, lambda x: x.mean(0)),
+        (torch.bfloat16, dist.ReduceOp.SUM, lambda x: x.sum(0)),
+        (torch.int64, dist.ReduceOp.PRODUCT, lambda x: x.prod(0)),
+        (torch.float32, dist.ReduceOp.MAX, lambda x: x.amax(0)),
+        (torch.uint8, dist.ReduceOp.BXOR, lambda x: functools.reduce(torch.bitwise_xor, x)),
+        (torch.complex64, dist.ReduceOp.SUM, lambda x: x.sum(0)),
+    ):
+        out = torch.empty(count, dtype=dtype)
+        reduce_scatter_single(out, given(rank, dtype), op)
+        want = reduced(torch.stack([given(of, dtype) for of in range(n)]))
+        torch.testing.assert_close(out, want[rank * count :][:count])
+
+
+@pytest.mark.parametrize("hosts", ["abcabc", "aabbcc", "abcdbcda"])
+def test_large_parts_go_round_hosts(hosts: str) -> None:
+    """In one part and in several, the last of which is smaller; and of less to all at once."""
+    try:
+        for count in (40_001, 70_001, 200_003, 700_003):
+            run(len(hosts), _large_parts, count, backend=f"hosts:{hosts}")
+        run(len(hosts), _reduced_parts, 270_001, backend=f"hosts:{hosts}")
+    finally:
+        pool.stop(f"hosts:{hosts}")
 
 
 def _messages_beside_exchanges() -> None:

@@ -224,10 +224,13 @@ def test_a_rank_killed_in_a_broadcast_from_host_to_host(
 
 
 @pytest.mark.parametrize("engine", ["gloo", "mpi"])
+@pytest.mark.parametrize("places", [(0, 0, 1, 1), (0, 1, 2, 0, 1, 2)], ids=["2x2", "round 3x2"])
 @pytest.mark.parametrize("victim", [0, 3])
-def test_a_rank_killed_where_rails_have_messages(victim: int, engine: str, tmp_path: Path) -> None:
+def test_a_rank_killed_where_rails_have_messages(
+    victim: int, places: tuple[int, ...], engine: str, tmp_path: Path
+) -> None:
     settings = {} if engine == "gloo" else {"TORCH_C10D_EXT_SHM_BETWEEN_HOSTS": engine}
-    with _ranks((0, 0, 1, 1), "shares_until_it_fails", tmp_path, 0, **settings) as ranks:
+    with _ranks(places, "shares_until_it_fails", tmp_path, 0, **settings) as ranks:
         ranks.await_ready()
         time.sleep(0.5)  # in the middle of one
         ranks.kill(victim)

@@ -24,10 +24,14 @@ def _steps_on_rails(pattern: Pattern, hosts: int) -> int:
     return _steps(pattern, hosts)
 
 
-def _parts(pattern: Pattern, hosts: int, size: int) -> int:
+def _parts(pattern: Pattern, ranks: int, hosts: int, size: int) -> int:
     """Of a collective that are in different steps at once."""
     if pattern is Pattern.ALL_REDUCE:
         return _C.all_reduce_parts(size, hosts)
+    if pattern in (Pattern.ALL_GATHER, Pattern.REDUCE_SCATTER):
+        part = size // ranks
+        if hosts <= _C.MOST_LEADERS and _C.pays_round(part, hosts):
+            return hosts * _C.round_parts(part)
     if pattern is Pattern.REDUCE_SCATTER:
         apart = 1 < hosts <= _C.MOST_LEADERS and _C.reduces_rows_apart(size, hosts)
         rows = hosts - 1 if apart else 1
@@ -49,12 +53,15 @@ class Topology:
 
     ``"flat"`` is a ring over all ranks, of which each host's link carries one rank's part.
     ``"rails"`` reduces and gathers inside each host, and has one group for each place in a host
-    between them, in up to 8 parts at once, of a reduce_scatter for each host; on up to 16 hosts
-    data goes on it from each rank to each other one, but for all_reduces of 2 MiB and more. A large
-    broadcast goes from host to host in up to 64, a small one by a tree. ``"leaders"`` has one rank
-    of each host between them, as an all_reduce of up to 128 KiB has on up to 16 hosts. ``"whole"``
-    is an all_reduce inside and then one of everything on every rail, as it is of up to 16 KiB on
-    more hosts. Before each of these the ranks agree at rank 0, a round trip.
+    between them, in up to 8 parts at once, of a reduce_scatter for each host. On up to 16 hosts
+    data goes on it from each rank to each other one, but for all_reduces of 2 MiB and more, and on
+    more than two for all_gathers and reduce_scatters with 256 KiB and more of each rank: these go
+    from host to host, in up to 4 parts. A large broadcast does so in up to 64, a small one goes by
+    a tree. ``"leaders"`` has one rank of each host between them, as an all_reduce of up to 128 KiB
+    has on up to 16 hosts. ``"whole"`` is an all_reduce inside and then one of everything on every
+    rail, as it is of up to 16 KiB on more hosts. Before each of these the ranks agree at rank 0, a
+    round trip.
+
     ``"piggyback"`` is data that travels with the calls: from host to host on up to 16, up to 256
     KiB of all ranks, 1 MiB divided by those of a host beyond 4, and of an all_to_all,
     reduce_scatter or scatter up to as much for each host; else to rank 0 and from there to all
@@ -147,7 +154,7 @@ class Topology:
         inside = near.seconds(op, here, traffic.wire_of_larger(here, size))
         begin = agreement + self.per_step
         on_rails = begin + _steps_on_rails(traffic.pattern, hosts) * self.per_step
-        parts = _parts(traffic.pattern, hosts, int(size))
+        parts = _parts(traffic.pattern, ranks, hosts, int(size))
         if traffic.pattern is Pattern.ALL_REDUCE:
             whole = self._between(op, hosts, across * here, 2 * across * here)
             times["whole"] = on_rails + inside + whole

@@ -156,6 +156,8 @@ void bind_hierarchical(pybind11::module_& m) {
   m.def("reduce_scatter_parts", &hierarchical::reduce_scatter_parts, py::arg("bytes"));
   m.def("reduces_rows_apart", &hierarchical::reduces_rows_apart, py::arg("bytes"),
         py::arg("hosts"));
+  m.def("pays_round", &hierarchical::pays_round, py::arg("part_bytes"), py::arg("hosts"));
+  m.def("round_parts", &hierarchical::round_parts, py::arg("part_bytes"));
   m.def("chain_parts", &hierarchical::chain_parts, py::arg("bytes"));
   m.def("this_host", &this_host, "The same text in processes that may be able to share memory.");
   m.def(

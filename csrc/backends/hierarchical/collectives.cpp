@@ -12,6 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "backends/hierarchical/along_hosts.h"
+#include "backends/hierarchical/pieces.h"
 #include "backends/hierarchical/rail_messages.h"
 #include "backends/hierarchical/sizes.h"
 #include "base/kept_memory.h"
@@ -26,14 +28,6 @@ using std::string_view;
 using Sizes = std::vector<int64_t>;
 using Tensors = std::vector<at::Tensor>;
 
-at::Tensor flat(const at::Tensor& t) {
-  return span_of(t, 0, t.numel());
-}
-
-at::Tensor rows_of(const at::Tensor& t, int64_t rows) {
-  return flat(t).view({rows, t.numel() / std::max<int64_t>(rows, 1)});
-}
-
 // to[i] = from[order[i]]
 void gather_rows(const at::Tensor& to, const at::Tensor& from, const Sizes& order) {
   for (size_t i = 0; i < order.size(); ++i) {
@@ -45,15 +39,6 @@ void gather_rows(const at::Tensor& to, const at::Tensor& from, const Sizes& orde
 void scatter_rows(const at::Tensor& to, const at::Tensor& from, const Sizes& order) {
   for (size_t i = 0; i < order.size(); ++i) {
     to.select(0, order[i]).copy_(from.select(0, static_cast<int64_t>(i)));
-  }
-}
-
-// Calls `piece(offset, count)` for each of `pieces` parts of `count` elements; the last is smaller.
-template <class Piece>
-void each_piece(int64_t count, int64_t pieces, Piece&& piece) {
-  const int64_t each = std::max<int64_t>((count + pieces - 1) / pieces, 1);
-  for (int64_t offset = 0; offset < count; offset += each) {
-    piece(offset, std::min(each, count - offset));
   }
 }
 
@@ -179,58 +164,6 @@ void reduce(const Parts& parts, const InnerCollective& what) {
   }
 }
 
-// From host to host, part after part, so that each link carries everything once; inside, each part
-// as it comes, but for the root's host where `is_known_there`.
-void broadcast_along_hosts(const Parts& parts, const at::Tensor& t, int root, int on_rail,
-                           bool is_known_there) {
-  constexpr string_view op = "broadcast";
-  const auto hosts = static_cast<int>(parts.hosts.count());
-  const int host = parts.hosts.host();
-  const int from_root = (host - root + hosts) % hosts;
-  const bool tells_here = parts.local.is_there() && !(is_known_there && from_root == 0);
-  struct Pipe {
-    at::Tensor part;
-    Step came, sent, inside;
-  };
-  std::vector<Pipe> pipes;
-  const bool is_on_rail = parts.hosts.place() == on_rail;
-  const int64_t pieces = chain_parts(t.nbytes());
-  each_piece(t.numel(), pieces, [&](int64_t offset, int64_t count) {
-    Pipe& pipe = pipes.emplace_back();
-    pipe.part = t.narrow(0, offset, count);
-    if (is_on_rail && from_root != 0) {
-      const auto tag = static_cast<int>(pipes.size());
-      pipe.came = parts.rail.recv(pipe.part, (host + hosts - 1) % hosts, tag);
-    }
-  });
-  for (size_t i = 0; i < pipes.size(); ++i) {
-    Pipe& pipe = pipes[i];
-    pipe.came.wait();
-    if (is_on_rail && from_root != hosts - 1) {
-      pipe.sent = parts.rail.send(pipe.part, (host + 1) % hosts, static_cast<int>(i + 1));
-    }
-    if (tells_here) {
-      const auto request = CollectiveRequest::broadcast(op, pipe.part, pipe.part, on_rail);
-      pipe.inside = parts.local.start(request);
-    }
-  }
-  for (auto& pipe : pipes) {
-    pipe.sent.wait();
-    pipe.inside.wait();
-  }
-}
-
-// Whether that takes less than a tree, in which the root's link carries everything for each of the
-// hosts that hear from it.
-bool pays_along_hosts(const Parts& parts, const at::Tensor& t) {
-  const int64_t hosts = parts.hosts.count(), pieces = chain_parts(t.nbytes());
-  int64_t rounds = 0;
-  while (int64_t{1} << rounds < hosts) {
-    ++rounds;
-  }
-  return parts.flat.has_messages() && pieces > 1 && pieces + hosts - 2 < rounds * pieces;
-}
-
 void broadcast(const Parts& parts, const InnerCollective& what) {
   constexpr string_view op = "broadcast";
   const at::Tensor t = flat(what.out);
@@ -241,7 +174,7 @@ void broadcast(const Parts& parts, const InnerCollective& what) {
   if (is_here && parts.local.is_there() && on_rail != place) {
     parts.local.start(CollectiveRequest::broadcast(op, t, t, place)).wait();
   }
-  if (pays_along_hosts(parts, t)) {
+  if (broadcasts_along_hosts(parts, t)) {
     broadcast_along_hosts(parts, t, parts.hosts.host_of(root), on_rail,
                           parts.hosts.place_of(root) != on_rail);
     return;
@@ -321,7 +254,8 @@ void all_gather(const Parts& parts, const InnerCollective& what) {
   const bool is_in_place = what.source.const_data_ptr() == row.const_data_ptr();
   const at::Tensor in = flat(is_in_place ? what.source : apart_from(what.source, out));
   if (parts.hosts.is_even() && parts.local.is_there()) {
-    all_gather_over_rails(parts, in, out);
+    goes_round(parts, in) ? all_gather_along_hosts(parts, in, out)
+                          : all_gather_over_rails(parts, in, out);
     return;
   }
   const at::Tensor all = scratch({parts.size, in.numel()}, in.options());
@@ -450,7 +384,8 @@ void reduce_scatter(const Parts& parts, const InnerCollective& what) {
   const at::Tensor out = flat(what.out);
   const Reduction reduction = reduction_of(what);
   if (parts.hosts.is_even() && parts.local.is_there()) {
-    reduce_scatter_over_rails(parts, in, out, reduction);
+    goes_round(parts, out) ? reduce_scatter_along_hosts(parts, in, out, reduction)
+                           : reduce_scatter_over_rails(parts, in, out, reduction);
     return;
   }
   const at::Tensor sorted = scratch({parts.size, out.numel()}, in.options());
