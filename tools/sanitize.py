@@ -21,7 +21,7 @@ DEADLINE = 900.0
 # What CI runs: of each sanitizer the programs that it has most to say about. Ranks are threads in
 # engine_test, which is where races would be; descriptors and memory are handled by the others.
 SHORT = {
-    "address": ("agreement_test", "bootstrap_test", "fuzz_lines_test"),
+    "address": ("agreement_test", "bootstrap_test", "fuzz_lines_test", "landing_test"),
     "thread": ("engine_test", "death_sockets_test"),
 }
 

@@ -12,7 +12,12 @@
 namespace c10d_ext {
 
 // A Landing holds the memory that the data of one sentence comes to: its own, or memory that is
-// lent by who waits for the data, and so needs no copy of it. Not for several threads at once.
+// lent by who waits for the data. What has come before the sentence is known is copied there. Not
+// for several threads at once.
+//
+// The owner of lent memory has it for itself when it hears of its end, for until then nothing else
+// is taken from the line: the landing is found once all sentences before are taken, what is
+// complete is taken next, and who is given the data of lent memory for another one copies it.
 class Landing {
  public:
   explicit Landing(size_t size)
@@ -34,12 +39,12 @@ class Landing {
     landed_ += count;
   }
 
-  // Keeps the landing for one sentence. False: another one has it.
+  // Keeps the landing for one sentence. False: another one has it, or it was given back.
   bool reserve() {
     return !std::exchange(is_reserved_, true);
   }
-  // Gives lent memory back to its owner. What has come of a sentence that is not complete, and what
-  // comes, goes to memory of its own.
+  // Gives lent memory back to its owner: no other sentence has it from here on. What has come of a
+  // sentence that is not complete, and what comes, goes to memory of its own.
   void give_back() {
     if (lent_ && is_reserved_ && left() > 0) {
       own_ = std::make_unique_for_overwrite<char[]>(size_);

@@ -5,13 +5,6 @@
 
 namespace c10d_ext {
 
-namespace {
-
-// So much data is attached: what is less is copied in less time than it takes to pass on.
-constexpr size_t kMuch = 4096;
-
-}  // namespace
-
 Payload& Payload::put(int64_t number) {
   words_.append(reinterpret_cast<const char*>(&number), sizeof(number));
   return *this;

@@ -17,6 +17,9 @@ namespace c10d_ext {
 // the words, but attached to them, and passed on from rank to rank without a copy.
 class Payload {
  public:
+  // So much data is attached: what is less is copied in less time than it takes to pass on.
+  static constexpr size_t kMuch = 4096;
+
   Payload() = default;
   explicit Payload(std::string words, SharedBytes attached = {}) : words_(std::move(words)) {
     attach(std::move(attached));

@@ -50,6 +50,10 @@ class SharedBytes {
     bytes.are_lent_ = true;
     return bytes;
   }
+  // So many are yet to come: nobody reads them.
+  static SharedBytes to_come(size_t size) {
+    return {std::shared_ptr<const char>(), size};
+  }
   // What may be kept for longer.
   SharedBytes kept() const {
     return are_lent_ ? SharedBytes(std::string(std::string_view(*this))) : *this;

@@ -32,6 +32,7 @@ PyObject* pass_message(PyObject* /*module*/, PyObject* const* arguments, Py_ssiz
   }
   bool is_sensible = false;
   const bool done = run([&] {
+    const c10::AutoGradMode no_grad(false);
     const Group group = resolve_group(message.sends ? "send" : "recv", name);
     is_sensible = message.peer >= 0 && message.peer < group.size() && message.peer != group.rank();
     if (is_sensible) {

@@ -290,6 +290,28 @@ void a_line_that_is_lost_leaves_nothing_behind() {
       rank.close(0);
     }
     CHECK(received.failure && received.failure->kind == Kind::RankLost && !received.data);
+    CHECK(std::string_view(memory).substr(0, kHalf / 2) == data_of('a').substr(0, kHalf / 2));
+    CHECK(memory.back() == '-');
+  }
+}
+
+void what_a_rank_said_before_it_ended_is_heard() {
+  constexpr int kFrom = 4;
+  constexpr size_t kLittle = 10'000;
+  Rank rank(0, kHosts, others(0));
+  std::string said;
+  std::vector<std::string> memory(3, std::string(kLittle, '-'));
+  std::vector<Received> received(memory.size());
+  for (size_t i = 0; i < memory.size(); ++i) {
+    rank.receive(kFrom, memory[i], received[i]);
+    said += message({0, kFrom, kFrom}, i + 1, std::string(kLittle, static_cast<char>('a' + i)));
+  }
+  CHECK(::send(rank.line(kFrom).fd(), said.data(), said.size(), 0) ==
+        static_cast<ssize_t>(said.size()));
+  rank.end(kFrom);
+  for (size_t i = 0; i < memory.size(); ++i) {
+    CHECK(!received[i].failure);
+    CHECK(received[i].data == std::string(kLittle, static_cast<char>('a' + i)));
   }
 }
 
@@ -303,6 +325,7 @@ const std::vector<Test> kTests = {
     TEST(what_rank_0_grants_wrongly_does_not_come_at_once),
     TEST(what_the_engine_receives_has_its_memory_alone),
     TEST(a_line_that_is_lost_leaves_nothing_behind),
+    TEST(what_a_rank_said_before_it_ended_is_heard),
 };
 
 }  // namespace

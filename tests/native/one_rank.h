@@ -42,7 +42,7 @@ class Rank {
   Rank(int rank, const std::vector<std::string>& hosts, const std::vector<int>& peers)
       : roster_(roster_of(rank, hosts)),
         calls_(roster_, std::chrono::seconds(2)),
-        duties_(roster_, calls_, connect(hosts.size(), peers), {}, {}) {}
+        duties_(roster_, calls_, connect(hosts.size(), peers), watch(hosts.size(), peers), {}) {}
 
   // Calls a collective with data of its own.
   void call(Call& call, Contribution data = Contribution("mine")) {
@@ -111,6 +111,11 @@ class Rank {
     ends_.at(peer).close();
     work();
   }
+  // A peer ends, and that is known before what it has said is heard.
+  void end(int peer) {
+    lives_.erase(peer);
+    duties_.work(duties_.star().wait_aside(Duties::Clock::now() + kLong));
+  }
   void work() {
     duties_.work(duties_.star().everything());
   }
@@ -161,7 +166,20 @@ class Rank {
     return lines;
   }
 
+  std::vector<FdOwner> watch(size_t size, const std::vector<int>& peers) {
+    std::vector<FdOwner> sockets(size);
+    for (const int peer : peers) {
+      std::array<int, 2> ends{};
+      CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends.data()) == 0);
+      const ForkGuard guard;
+      sockets[static_cast<size_t>(peer)] = FdOwner(ends[0], guard);
+      lives_.emplace(peer, FdOwner(ends[1], guard));
+    }
+    return sockets;
+  }
+
   std::map<int, Connection> ends_;
+  std::map<int, FdOwner> lives_;
   const Roster roster_;
   OpenCalls calls_;
   Duties duties_;

@@ -78,7 +78,7 @@ def _start_all(name: str, messages: list[_delivery.Message]) -> list[Any]:
     return block.hold_messages(messages) if block else _delivery.start_messages(messages, name)
 
 
-def _passes(
+def _passed_directly(
     tensor: Tensor, peer: Any, group: Group, tag: Any, peer_in_group: Any, sends: bool
 ) -> bool:
     """Sends or receives by a short way; False, and nothing has happened, where none is open."""
@@ -214,7 +214,7 @@ def send(
 
     Source: csrc/ops/batch_isend_irecv.cpp
     """
-    if _passes(tensor, dst, group, tag, group_dst, True):
+    if _passed_directly(tensor, dst, group, tag, group_dst, True):
         return
     name = member("send", group)
     if name is None:
@@ -254,7 +254,7 @@ def recv(
 
     Source: csrc/ops/batch_isend_irecv.cpp
     """
-    if src is not None and _passes(tensor, src, group, tag, group_src, False):
+    if src is not None and _passed_directly(tensor, src, group, tag, group_src, False):
         return src
     name = member("recv", group)
     if name is None:

@@ -66,7 +66,7 @@ class Agreement {
     // every message of up to kLittleMessage bytes.
     std::function<void(int peer, std::string_view data)> receive = nullptr;
     // Of a receive: the memory that its data belongs in, which may get a part of the data before
-    // receive() is called. Nothing is written there after begin() or fail().
+    // receive() is called. The agreement writes nothing there after begin() or fail().
     std::shared_ptr<char> landing = nullptr;
   };
 

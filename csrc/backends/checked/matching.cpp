@@ -21,7 +21,10 @@ std::optional<Posted> Matching::match(const Posted& posted) {
     return posted.sends ? could_take(o, posted) : could_take(posted, o);
   });
   if (other == others.end()) {
-    (posted.sends ? box->second.sends : box->second.receives).push_back(posted);
+    auto& kept = (posted.sends ? box->second.sends : box->second.receives).emplace_back(posted);
+    if (kept.data) {
+      kept.data = kept.data->kept();
+    }
     return std::nullopt;
   }
   const Posted found = *other;

@@ -46,7 +46,7 @@ class Matching {
   // one before it that could take the same messages is wanted. Then so is this one.
   bool want_last(int rank, int64_t tag);
 
-  // The receive that waits for it, if there is one.
+  // The receive that waits for this send, if there is one.
   const Posted* receive_for(const Posted& send) const;
 
   // One of those that wait, if there is any.

@@ -28,8 +28,8 @@ class PostedMessages {
 
   // One end of one, which waits for the other from here on where that is not there.
   void add(const Posted& posted);
-  // Which receive of rank 0 takes what is being sent to it; none where that may be another one once
-  // it is here.
+  // Which receive of rank 0 takes a message that is on its way to it; none where that may be
+  // another one once the message is here.
   std::optional<uint64_t> receive_for(const Posted& send) const;
   // The rank posts nothing more, and waits for nothing.
   void leave(int rank);

@@ -182,9 +182,7 @@ void Star::take_in(const Ready& ready) {
   for (const uint64_t one : ready) {
     if (one < lines_.size() && lines_[one].is_open()) {
       lines_[one].flush();
-      do {
-        hear(one);
-      } while (lines_[one].is_open() && lines_[one].has_unheard());
+      hear_all(one);
       watch(one);
     }
   }
@@ -241,10 +239,16 @@ void Star::beat() {
   }
 }
 
+void Star::hear_all(size_t line) {
+  do {
+    hear(line);
+  } while (lines_[line].is_open() && lines_[line].has_unheard());
+}
+
 // What comes over a line; rank 0's others, and theirs to rank 0.
 void Star::hear(size_t line) {
   const auto find = [this, line](uint32_t kind, const std::string& words, size_t attached) {
-    const SharedBytes to_come(nullptr, attached);
+    const auto to_come = SharedBytes::to_come(attached);
     return listener_.find_landing(static_cast<int>(line), kind, Payload(words, to_come));
   };
   const bool stays = lines_[line].listen(kLongest, find);
@@ -267,7 +271,7 @@ void Star::hear(size_t line) {
 // Before the kernel says so: what the rank has said still counts.
 void Star::cut(size_t line) {
   if (lines_[line].is_open()) {
-    hear(line);
+    hear_all(line);
   }
   if (lines_[line].is_open()) {
     lose(line);

@@ -41,8 +41,8 @@ class Star {
     virtual ~Listener() = default;
     // What `rank` says. Throws std::runtime_error where that makes no sense, and then loses it.
     virtual void hear(int rank, uint32_t kind, Payload& words) = 0;
-    // Where the data of what it says belongs, which is yet to come: in `words` it means nothing.
-    // Null: nobody waits for it.
+    // Where the data of what a rank says belongs. The data is yet to come: `words` have its size
+    // alone. Null: nobody waits for the data.
     virtual std::shared_ptr<Landing> find_landing(int rank, uint32_t kind, Payload words) = 0;
     // Ranks to which there is no connection any more; `how`: kGone or kUnreachable.
     virtual void lose(const std::vector<int>& ranks, const std::string& how) = 0;
@@ -92,6 +92,7 @@ class Star {
   // Has what comes over a line wake a waiter, also where it takes more of what is unsent.
   void watch(size_t line);
   void close(size_t line);
+  void hear_all(size_t line);
   void hear(size_t line);
   void cut(size_t line);
   void lose(size_t line);

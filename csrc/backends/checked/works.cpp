@@ -460,7 +460,7 @@ StartedMessage start_granted(const std::shared_ptr<Agreement>& agreement, const 
         work->fail(std::current_exception());
       }
     };
-    if (!message.sends && call.wire.is_contiguous() && end.bytes > 0) {
+    if (!message.sends && call.wire.is_contiguous() && end.bytes >= Payload::kMuch) {
       const auto wire = std::make_shared<const at::Tensor>(call.wire);
       end.landing = {wire, static_cast<char*>(wire->mutable_data_ptr())};
     }
