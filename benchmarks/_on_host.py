@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import torch_c10d_ext
 import torch_c10d_ext.distributed as ours
-from benchmarks._open_mpi import there_and_back
+from benchmarks._open_mpi import roots_in_turn, there_and_back
 
 Call = Callable[[], Any]
 
@@ -76,9 +76,10 @@ def _calls(collective: str, size: int, groups: dict[str, Any], mpi: Any) -> dict
         # torch 2.13 has them under other names.
         gather = getattr(module, "all_gather_single", module.all_gather_into_tensor)
         scatter = getattr(module, "reduce_scatter_single", module.reduce_scatter_tensor)
+        root = roots_in_turn(n)
         return {
             "all_reduce": lambda: module.all_reduce(whole, group=group),
-            "broadcast": lambda: module.broadcast(whole, 0, group=group),
+            "broadcast": lambda: module.broadcast(whole, root(), group=group),
             "all_gather": lambda: gather(whole, part, group=group),
             "reduce_scatter": lambda: scatter(part, whole, group=group),
             "all_to_all": lambda: module.all_to_all_single(other, whole, group=group),
@@ -96,9 +97,10 @@ def _calls(collective: str, size: int, groups: dict[str, Any], mpi: Any) -> dict
     if mpi is not None:
         world = mpi.COMM_WORLD
         a, b, c = whole.numpy(), part.numpy(), other.numpy()
+        root = roots_in_turn(n)
         calls["MPICH"] = {
             "all_reduce": lambda: world.Allreduce(mpi.IN_PLACE, a),
-            "broadcast": lambda: world.Bcast(a, 0),
+            "broadcast": lambda: world.Bcast(a, root()),
             "all_gather": lambda: world.Allgather(b, a),
             "reduce_scatter": lambda: world.Reduce_scatter_block(a, b),
             "all_to_all": lambda: world.Alltoall(a, c),

@@ -10,7 +10,8 @@ MPICH by mpi4py. All are measured in turns in the same processes, and before and
 MPI, by TCP and by UCX (``_open_mpi.py``; ``tools/get_peers.sh openmpi``). ``bound``: what the link
 allows, see ``docs/results-hosts.md``. send_recv is a message there and back, between rank 0 and the
 last one, and between rank 1 and the last one (``_others``), and on three hosts and more between two
-of which neither is on rank 0's host (``_far``). Needs root, for the namespaces.
+of which neither is on rank 0's host (``_far``). A broadcast's root is rank 0 and the last one in
+turns. Needs root, for the namespaces.
 """
 
 from __future__ import annotations
