@@ -294,11 +294,17 @@ def test_messages_of_a_rank_that_is_stopped_name_it(tmp_path: Path) -> None:
         assert ranks.result(0) == {"over": True}
 
 
-@pytest.mark.parametrize("engine", ["gloo", "mpi"])
-def test_random_calls_over_a_network_that_loses_frames(engine: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("engine", "places"),
+    [("gloo", (0, 1, 0, 1)), ("mpi", (0, 1, 0, 1)), ("gloo", (0, 1, 2, 0, 1, 2))],
+    ids=["gloo", "mpi", "three hosts"],
+)
+def test_random_calls_over_a_network_that_loses_frames(
+    engine: str, places: tuple[int, ...], tmp_path: Path
+) -> None:
     settings = {"TEST_CALLS": str(CALLS), "TORCH_C10D_EXT_SHM_BETWEEN_HOSTS": engine}
-    with _ranks((0, 1, 0, 1), "random_calls", tmp_path, 1.0, **settings) as ranks:
-        for rank in range(4):
+    with _ranks(places, "random_calls", tmp_path, 1.0, **settings) as ranks:
+        for rank in range(len(places)):
             assert ranks.result(rank, DEADLINE + 0.2 * CALLS) == {"done": CALLS}
 
 
