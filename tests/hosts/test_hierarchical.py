@@ -241,11 +241,11 @@ def _reduced_parts(count: int) -> None:
 
 @pytest.mark.parametrize("hosts", ["abcabc", "aabbcc", "abcdbcda"])
 def test_large_parts_go_round_hosts(hosts: str) -> None:
-    """In one part and in several, the last of which is smaller; and of less to all at once."""
+    """In two parts and in more, the last of which is smaller; and of less to all at once."""
     try:
-        for count in (40_001, 70_001, 200_003, 700_003):
+        for count in (40_001, 131_071, 131_072, 200_003, 700_003):
             run(len(hosts), _large_parts, count, backend=f"hosts:{hosts}")
-        run(len(hosts), _reduced_parts, 270_001, backend=f"hosts:{hosts}")
+        run(len(hosts), _reduced_parts, 530_001, backend=f"hosts:{hosts}")
     finally:
         pool.stop(f"hosts:{hosts}")
 

@@ -55,13 +55,12 @@ class Topology:
     ``"rails"`` reduces and gathers inside each host, and has one group for each place in a host
     between them, in up to 8 parts at once, of a reduce_scatter for each host. On up to 16 hosts
     data goes on it from each rank to each other one, but for all_reduces of 2 MiB and more, and on
-    more than two for all_gathers and reduce_scatters with 256 KiB and more of each rank: these go
-    from host to host, in up to 4 parts. A large broadcast does so in up to 64, a small one goes by
-    a tree. ``"leaders"`` has one rank of each host between them, as an all_reduce of up to 128 KiB
-    has on up to 16 hosts. ``"whole"`` is an all_reduce inside and then one of everything on every
-    rail, as it is of up to 16 KiB on more hosts. Before each of these the ranks agree at rank 0, a
-    round trip.
-
+    more than two for all_gathers and reduce_scatters with 512 KiB and more of each rank, on more
+    than 4 with 128 KiB for each host: these go from host to host, in up to 4 parts. A large
+    broadcast does so in up to 64, a small one goes by a tree. ``"leaders"`` has one rank of each
+    host between them, as an all_reduce of up to 128 KiB has on up to 16 hosts. ``"whole"`` is an
+    all_reduce inside and then one of everything on every rail, as it is of up to 16 KiB on more
+    hosts. Before each of these the ranks agree at rank 0, a round trip.
     ``"piggyback"`` is data that travels with the calls: from host to host on up to 16, up to 256
     KiB of all ranks, 1 MiB divided by those of a host beyond 4, and of an all_to_all,
     reduce_scatter or scatter up to as much for each host; else to rank 0 and from there to all

@@ -42,9 +42,10 @@ constexpr bool reduces_rows_apart(size_t bytes, int64_t hosts) {
   return static_cast<int64_t>(bytes) / reduce_scatter_parts(bytes) / hosts >= int64_t{256} << 10;
 }
 // Whether an all_gather or a reduce_scatter goes round all hosts, given what a rank contributes or
-// gets: what is less goes to all hosts at once, and takes fewer steps.
+// gets: what is less goes to all hosts at once, and takes fewer steps. Steps cost no time where the
+// parts of one are still being sent in the next.
 constexpr bool pays_round(size_t part_bytes, int64_t hosts) {
-  return hosts > 2 && part_bytes >= size_t{256} << 10;
+  return hosts > 2 && part_bytes >= std::max(hosts, int64_t{4}) * (size_t{128} << 10);
 }
 constexpr int64_t round_parts(size_t part_bytes) {
   return parts_of(part_bytes, int64_t{256} << 10, 4);
