@@ -108,8 +108,8 @@ def _run(command: list[str], environment: dict[str, str]) -> tuple[int, str, str
 
 
 def roots_in_turn(ranks: int) -> Callable[[], int]:
-    """Rank 0 and the last one: a root that stays the same is a call ahead of the others, and what
-    is measured is how soon it can say the next one, not how long one takes."""
+    """Gives rank 0 and the last one in turns: a root that stays the same is a call ahead of the
+    others, so that its calls overlap, and one of them alone takes longer than what is measured."""
     return functools.partial(next, itertools.cycle((0, ranks - 1)))
 
 

@@ -18,7 +18,7 @@ def _steps(pattern: Pattern, members: int) -> int:
 
 
 def _steps_on_rails(pattern: Pattern, hosts: int) -> int:
-    """The same between hosts, few of which send to each other all at once."""
+    """The same between hosts. Few send to each other at once, or in a ring whose steps overlap."""
     if hosts <= _C.MOST_LEADERS and pattern in (Pattern.ALL_GATHER, Pattern.REDUCE_SCATTER):
         return 1
     return _steps(pattern, hosts)

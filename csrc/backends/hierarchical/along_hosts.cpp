@@ -1,5 +1,6 @@
 #include "backends/hierarchical/along_hosts.h"
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <string_view>
@@ -27,7 +28,7 @@ struct Piece {
   }
 };
 
-// What goes round in one piece each time, and where to.
+// A Round cuts what goes round the hosts into pieces, and sends and receives these.
 struct Round {
   Round(const Parts& parts, const at::Tensor& part)
       : hosts(static_cast<int>(parts.hosts.count())), host(parts.hosts.host()), rail(parts.rail) {
@@ -35,11 +36,11 @@ struct Round {
                [&](int64_t offset, int64_t count) { pieces.push_back({offset, count}); });
   }
 
-  // The one that is so many hosts before this one.
+  // The host that is so many steps before this one.
   int host_before(int steps) const {
     return (host + hosts - steps % hosts) % hosts;
   }
-  // `step`: how many hosts the piece has been sent by.
+  // `step`: how many hosts have sent the piece, this time included.
   Step recv(const at::Tensor& piece, int step, size_t number) const {
     return rail.recv(piece, host_before(1), tag(step, number));
   }
