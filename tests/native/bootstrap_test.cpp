@@ -989,22 +989,28 @@ void exiting_while_watching_keeps_the_exit_code() {
 // --- forks ---------------------------------------------------------------------------------------
 
 #if !defined(__SANITIZE_THREAD__)
+// Kills a rank once it has said which process it started.
+std::function<void(pid_t)> kill_once(const std::atomic<int>* child) {
+  return [=](pid_t pid) {
+    CHECK(eventually([=] { return child->load() > 0; }));
+    CHECK(kill(pid, SIGKILL) == 0);
+  };
+}
+
 // A child of the victim lives on; what it inherited must not keep the victim alive.
 void a_fork_does_not_hide_a_death() {
   auto* child = shared<std::atomic<int>>();
-  lose(
-      3, 1, [](pid_t pid) { kill(pid, SIGKILL); },
-      [=] {
-        const int pid = fork();
-        if (pid == 0) {
-          alarm(60);
-        }
-        if (pid > 0) {
-          *child = pid;
-        }
-        pause();
-      });
-  CHECK(*child > 0 && kill(*child, SIGKILL) == 0);
+  lose(3, 1, kill_once(child), [=] {
+    const int pid = fork();
+    if (pid == 0) {
+      alarm(60);
+    }
+    if (pid > 0) {
+      *child = pid;
+    }
+    pause();
+  });
+  CHECK(kill(*child, SIGKILL) == 0);
 }
 
 void a_forked_child_can_only_drop_the_group() {
@@ -1087,17 +1093,14 @@ void forks_at_any_time() {
 
 void a_spawned_program_does_not_hide_a_death() {
   auto* child = shared<std::atomic<int>>();
-  lose(
-      2, 1, [](pid_t pid) { kill(pid, SIGKILL); },
-      [=] {
-        char name[] = "sleep", time[] = "60";
-        char* arguments[] = {name, time, nullptr};
-        pid_t pid = 0;
-        CHECK(posix_spawnp(&pid, name, nullptr, nullptr, arguments, environ) == 0);
-        *child = pid;
-        pause();
-      });
-  CHECK(eventually([&] { return child->load() > 0; }));
+  lose(2, 1, kill_once(child), [=] {
+    char name[] = "sleep", time[] = "60";
+    char* arguments[] = {name, time, nullptr};
+    pid_t pid = 0;
+    CHECK(posix_spawnp(&pid, name, nullptr, nullptr, arguments, environ) == 0);
+    *child = pid;
+    pause();
+  });
   CHECK(kill(*child, SIGKILL) == 0);
 }
 #endif
