@@ -3,6 +3,7 @@
 // Ranks that agree, as threads of one process; the "data" of a collective is there when a test says
 // so.
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
@@ -164,6 +165,20 @@ class Ranks {
   Store store_;
   std::vector<std::unique_ptr<Agreement>> ranks_;
 };
+
+// Waits until rank 0 knows that none but these are yet to call collective `seq`, as one of them
+// is told.
+inline bool only_lacks(Agreement& rank, uint64_t seq, const std::vector<int>& ranks) {
+  return eventually([&] { return rank.awaited(seq, kLong).first == ranks; });
+}
+
+// So often a test goes on while it is told of ranks that are well, but late to say so.
+constexpr int kTimes = 5;
+inline bool is_any_silent(const std::vector<Failure>& failures) {
+  return std::any_of(failures.begin(), failures.end(), [](const Failure& failure) {
+    return failure.text.find(", silent)") != std::string::npos;
+  });
+}
 
 // As one of the ranks on the machines of those names knows them.
 inline Roster roster_of(int rank, const std::vector<std::string>& machines) {

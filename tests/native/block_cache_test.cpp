@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
@@ -17,6 +18,7 @@
 #include "program.h"
 
 using c10d_ext::BlockCache;
+using Clock = std::chrono::steady_clock;
 
 namespace {
 
@@ -162,14 +164,19 @@ void what_nobody_asks_for_goes_back_by_itself() {
   CHECK(eventually([] { return !is_tended(); }));
   void* const block = take(8 * kMiB);
   CHECK(!is_tended());
+  auto given = Clock::now();
+  // Asked after what must hold until then, for this thread may be held up.
+  const auto may_be_gone = [&] { return Clock::now() - given >= BlockCache::kKeep; };
   cache().give(block);
   std::this_thread::sleep_for(BlockCache::kKeep / 2);
-  CHECK(is_tended());
-  CHECK(cache().take(8 * kMiB) == block);  // asked for, and so kept as long again
-  cache().give(block);
+  CHECK(is_tended() || may_be_gone());
+  void* const same = take(8 * kMiB);  // asked for, and so kept as long again
+  CHECK(same == block || may_be_gone());
+  given = Clock::now();
+  cache().give(same);
   std::this_thread::sleep_for(BlockCache::kKeep * 2 / 3);
-  CHECK(is_contended(block));
-  CHECK(eventually([&] { return !is_contended(block); }, BlockCache::kKeep));
+  CHECK(is_contended(same) || may_be_gone());
+  CHECK(eventually([&] { return !is_contended(same); }));
   CHECK(cache().idle_bytes() == 0);
   CHECK(eventually([] { return !is_tended(); }));
   // And again.

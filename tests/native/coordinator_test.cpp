@@ -41,8 +41,8 @@ class Root {
       hear(rank, kCalling, words);
     }
   }
-  void look() {
-    coordinator_.look(Clock::now());
+  void look(Clock::time_point now = Clock::now()) {
+    coordinator_.look(now);
   }
   void look_later() {
     coordinator_.look(Clock::now() + 1h);
@@ -311,8 +311,9 @@ void leaders_that_lose_each_other_end_the_group() {
   for (const bool ends : {false, true}) {
     for (const bool backwards : {false, true}) {  // whoever says so
       Root root(kThree);
+      const auto now = Clock::now();
       root.hear(backwards ? 4 : 2, kSevered, Payload().put(backwards ? 2 : 4));
-      root.look();
+      root.look(now);
       CHECK(root.told(kOver).empty());
       if (ends) {  // of which rank 0 hears a little later
         (*root).lose({4}, kGone);

@@ -64,13 +64,23 @@ pid_t hold(Connection& connection, const std::function<void(std::optional<DeathS
 
 void who_is_killed_is_noticed() {
   auto line = connection();
-  const pid_t child = hold(line, [](auto&) { pause(); });
+  std::array<int, 2> ends;
+  CHECK(pipe(ends.data()) == 0);
+  const pid_t child = hold(line, [&](auto&) {
+    CHECK(write(ends[1], "!", 1) == 1);
+    pause();
+  });
   const DeathSockets ours(list(std::move(line.ours)));
+  char word = 0;
+  CHECK(read(ends[0], &word, 1) == 1);  // it holds its end
   CHECK(!wait_for_cut(ours, kNothing));
   CHECK(kill(child, SIGKILL) == 0);
   CHECK(wait_for_cut(ours, kLong) == size_t{0});
   CHECK(!wait_for_cut(ours, kNothing));  // once
   finish(child);
+  for (const int fd : ends) {
+    close(fd);
+  }
 }
 
 // Without a table of its own the thread's sockets would be open in the copy as well.

@@ -371,7 +371,7 @@ void words_are_taken_apart_or_refused() {
   Random random(seed() + 1);
   const auto began = Clock::now();
   uint64_t refused = 0;
-  while (is_time_left(began)) {
+  while (is_time_left(began, refused > 0)) {
     for (const auto& said :
          {changed(sentence(kCalling, 1, 1, random), random),
           changed(sentence(kPosting, 1, 1, random), random), changed(all_data(random), random),
@@ -420,7 +420,7 @@ void a_line_takes_anything() {
   const auto began = Clock::now();
   constexpr size_t kLimit = 8192;
   uint64_t heard = 0, ended = 0;
-  while (is_time_left(began)) {
+  while (is_time_left(began, heard > 0 && ended > 0)) {
     auto [line, end] = connected();
     bool stays = true;
     for (int i = 0; stays && i < 50; ++i) {

@@ -139,9 +139,9 @@ void what_fails_gives_its_memory_back() {
     const auto data = data_of('a');
     std::string memory(kSize, '-'), later(kSize, '-');
     Received received, next;
-    rank.receive(way.from, memory, received, way.rank == 0 ? 1ms : kLong);
     const auto bytes = message(way, 1, data);
     Speaker speaker(rank, way.by);
+    rank.receive(way.from, memory, received, way.rank == 0 ? 50ms : kLong);
     speaker.say(std::string_view(bytes).substr(0, kHalf));
     if (way.by == 0) {
       rank.close(0);  // rank 0's word of it is on the same line
@@ -174,9 +174,9 @@ void what_is_in_doubt_is_kept_apart() {
     const auto data = data_of('a');
     std::string memory(kSize, '-'), later(kSize, '-');
     Received received, next;
-    rank.receive(way.from, memory, received, 1ms);
     const auto bytes = message(way, 1, data);
     Speaker speaker(rank, way.by);
+    rank.receive(way.from, memory, received, 50ms);
     speaker.say(std::string_view(bytes).substr(0, kHalf));
     CHECK(eventually([&] {
       rank.work();

@@ -126,16 +126,27 @@ class Rank {
     ends_.at(peer).say(kind, words);
     work();
   }
-  // What the rank has said to a peer since; none where it has closed the line.
+  // The next that it has said to a peer, but for heartbeats, which come whenever it is time.
+  auto next_of(int peer) {
+    auto said = line(peer).next();
+    while (said && said->kind == kBeat) {
+      said = line(peer).next();
+    }
+    return said;
+  }
+  // What the rank has said to a peer since, without those; none where it has closed the line.
   std::optional<std::vector<uint32_t>> heard_by(int peer) {
-    auto& end = ends_.at(peer);
-    if (!end.listen(4096)) {
-      return std::nullopt;
-    }
     std::vector<uint32_t> kinds;
-    while (const auto said = end.next()) {
-      kinds.push_back(said->kind);
-    }
+    bool beats = false;
+    do {
+      if (!line(peer).listen(4096)) {
+        return std::nullopt;
+      }
+      beats = false;
+      while (const auto said = line(peer).next()) {
+        said->kind == kBeat ? static_cast<void>(beats = true) : kinds.push_back(said->kind);
+      }
+    } while (beats && kinds.empty());  // the line may be closed behind them
     return kinds;
   }
   // The numbers in what it has said of one kind; what it has said of others is dropped.
