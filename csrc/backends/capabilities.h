@@ -5,6 +5,8 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <memory>
+#include <vector>
 
 namespace c10d_ext {
 
@@ -83,6 +85,8 @@ struct Capabilities {
   bool exchanges_rooted_parts = false;
   // Adds the ranks' values in one order, wherever in a message they stand.
   bool sums_in_rank_order = false;
+  // What is made of a gather reduces the values of each host's ranks first where that is as exact.
+  std::shared_ptr<const std::vector<std::vector<int>>> reduces_on_hosts;
   // Collectives do nothing: no values depend on them.
   bool moves_nothing = false;
   // A collective's inputs live as long as it needs them, whatever the caller does.

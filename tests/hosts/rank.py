@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import torch_c10d_ext
 from tests.backends.dist_ops import all_gather_single, reduce_scatter_single
+from tests.hosts.reductions import reductions
 from torch_c10d_ext import _C
 
 TIMEOUT = dt.timedelta(seconds=float(os.environ.get("TEST_TIMEOUT", "60")))
@@ -90,11 +91,23 @@ def exchanges() -> None:
         dist.all_to_all_single(got, given)
         assert torch.equal(got, torch.cat([own(share, of) for of in range(n)]))
 
-    def reduce_scatter(share: int) -> None:
-        given = torch.arange(n * share, dtype=torch.float32) + 1000 * rank
-        got = torch.empty(share)
+    def reduce_scatter(share: int, dtype: torch.dtype = torch.float32) -> None:
+        given = (torch.arange(n * share) % 10 + rank).to(dtype)
+        got = torch.empty(share, dtype=dtype)
         reduce_scatter_single(got, given)
-        assert torch.equal(got, n * own(share, 0) + 1000 * sum(range(n)))
+        whole = n * (torch.arange(n * share) % 10) + sum(range(n))
+        assert torch.equal(got, whole[rank * share :][:share].to(dtype))
+
+    def all_reduce(count: int, dtype: torch.dtype = torch.float32) -> None:
+        x = (torch.arange(count) % 10 + rank).to(dtype)
+        dist.all_reduce(x)
+        assert torch.equal(x, (n * (torch.arange(count) % 10) + sum(range(n))).to(dtype))
+
+    def halves(count: int) -> None:
+        all_reduce(count, torch.bfloat16)
+
+    def shares_of_halves(share: int) -> None:
+        reduce_scatter(share, torch.float16)
 
     def to_the_next(count: int) -> None:
         given, got = torch.arange(count) + rank, torch.empty(count, dtype=torch.int64)
@@ -112,7 +125,11 @@ def exchanges() -> None:
     asked = {}
     for call, fits in (
         (all_to_all, most // n),
-        (reduce_scatter, most // n),
+        # Leaders reduce what their hosts give, where that is as exact.
+        (reduce_scatter, usual // 4 // n),
+        (all_reduce, usual // 4 // len(hosts)),
+        (halves, usual // 2 // n),
+        (shares_of_halves, 2 * most // n),
         (to_the_next, most // 2),
         (scatter, most // 2),
     ):
@@ -505,6 +522,7 @@ def main() -> None:
     {
         "collectives": collectives,
         "exchanges": exchanges,
+        "reductions": lambda: _say(done=reductions()),
         "messages": messages,
         "contract": contract,
         "clients": clients,

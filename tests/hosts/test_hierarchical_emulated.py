@@ -130,6 +130,13 @@ def test_parts_for_each_rank_travel_with_the_calls(places: tuple[int, ...], tmp_
         assert sum(of[name][1] for of in said) > 0, name
 
 
+@pytest.mark.parametrize("places", [(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 1)], ids=str)
+def test_leaders_reduce_the_values_of_their_hosts(places: tuple[int, ...], tmp_path: Path) -> None:
+    """The same bits whether they travel with the calls or not."""
+    with _ranks(places, "reductions", tmp_path) as ranks:
+        assert all(ranks.result(rank)["done"] for rank in range(len(places)))
+
+
 @pytest.mark.parametrize("places", [(0, 0, 1, 1, 1), (0, 1, 2), (0, 1, 2, 0, 1, 2)], ids=str)
 def test_messages(places: tuple[int, ...], tmp_path: Path) -> None:
     """Little ones go with what is said of them, by rank 0 or over a line of the two."""

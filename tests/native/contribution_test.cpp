@@ -2,6 +2,7 @@
 // runs every test; with arguments, those named.
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -11,8 +12,10 @@
 #include "agreement_ranks.h"
 #include "backends/checked/contribution.h"
 #include "backends/checked/coordinator.h"
+#include "backends/checked/host_sums.h"
 #include "backends/checked/protocol.h"
 #include "backends/checked/rank_progress.h"
+#include "passed_on.h"
 #include "program.h"
 
 using namespace c10d_ext;
@@ -47,6 +50,164 @@ void what_is_given_is_what_is_taken() {
   Payload words;
   put(words, std::optional<Contribution>());
   CHECK(!take_contribution(words, 3));
+}
+
+const ReducedBy kSumOfInts{DType::Int32, ReduceOp::Sum};
+
+std::string ints(const std::vector<int32_t>& values) {
+  return {reinterpret_cast<const char*>(values.data()), values.size() * sizeof(int32_t)};
+}
+
+Contribution to_reduce(const std::vector<int32_t>& values, const std::vector<int64_t>& parts = {}) {
+  const auto bytes = ints(values);
+  return (parts.empty() ? Contribution(bytes) : Contribution(bytes, parts)).reduced_by(kSumOfInts);
+}
+
+void what_is_to_be_reduced_is_taken_so() {
+  for (const auto& given : {to_reduce({1, 2}), to_reduce({}), to_reduce({1, 2, 3}, {4, 0, 8})}) {
+    for (const auto& passed : {given, given.of(std::vector<int>{0, 2})}) {
+      Payload words;
+      put(words, passed).put(7);
+      const auto taken = take_contribution(words, 3);
+      CHECK(taken && taken->fits(passed) && of_all(*taken, 3) == of_all(given, 3));
+      CHECK(taken->reduced_by() == kSumOfInts && words.number() == 7);
+    }
+  }
+  Payload words;
+  CHECK(take_contribution(put(words, Contribution::in_first()), 3)->is_in_first());
+}
+
+void what_cannot_be_reduced_is_refused() {
+  const auto reduced = [](DType dtype, ReduceOp op, const std::string& bytes,
+                          const std::vector<int64_t>& parts = {}) {
+    (parts.empty() ? Contribution(bytes) : Contribution(bytes, parts)).reduced_by({dtype, op});
+  };
+  reduced(DType::Float, ReduceOp::Sum, "12345678");
+  reduced(DType::Float, ReduceOp::Sum, "12345678", {4, 0, 4});
+  refused([&] { reduced(DType::Float, ReduceOp::Sum, "123456"); });
+  refused([&] { reduced(DType::Float, ReduceOp::Sum, "12345678", {3, 1, 4}); });
+  refused([&] { reduced(DType::Float, ReduceOp::Band, "12345678"); });
+  refused([&] { reduced(DType::Float, ReduceOp::Avg, "12345678"); });
+  refused([&] { reduced(DType::Float, ReduceOp::PremulSum, "12345678"); });
+  refused([&] { reduced(DType::Bytes, ReduceOp::Sum, "12345678"); });
+  for (const DType rounded : {DType::Half, DType::BFloat16, DType::ComplexHalf}) {
+    refused([&] { reduced(rounded, ReduceOp::Sum, "12345678"); });
+  }
+  // Over a line, too, and once.
+  const auto take = [](const std::vector<int64_t>& numbers) {
+    Payload words;
+    for (const int64_t number : numbers) {
+      words.put(number);
+    }
+    words.put_data("12345678");
+    return take_contribution(words, 3);
+  };
+  constexpr int64_t kWhole = 1, kToReduce = 3, kUnknown = 5;
+  const auto dtype = static_cast<int64_t>(DType::Float), op = static_cast<int64_t>(ReduceOp::Sum);
+  CHECK(take({kToReduce, dtype, op, kWhole})->reduced_by().has_value());
+  refused([&] { take({kToReduce, dtype, op, kToReduce, dtype, op, kWhole}); });
+  refused([&] { take({kToReduce, dtype, static_cast<int64_t>(ReduceOp::Avg), kWhole}); });
+  refused([&] { take({kToReduce, dtype, 1000, kWhole}); });
+  refused([&] { take({kToReduce, 1000, op, kWhole}); });
+  refused([&] { take({kUnknown}); });
+}
+
+const std::vector<std::vector<int>> kHosts = {{0, 2}, {1}, {3, 4, 5}};
+
+void hosts_are_reduced_first_and_then_all() {
+  const auto called = [](int rank, const Contribution& data, int64_t count = 6) {
+    return std::pair<const int, Calling>(rank, {summed(count), data, 1});
+  };
+  // Of each rank for each: a part may be empty.
+  const std::vector<int64_t> parts = {4, 0, 4, 8, 4, 0};
+  const auto of = [&](int rank) {
+    return to_reduce({rank, 10 * rank, 100 * rank, 1000 * rank, 7}, parts);
+  };
+  std::vector<Contribution> raw, some, all;
+  for (int rank = 0; rank < 6; ++rank) {
+    raw.push_back(of(rank));
+  }
+  some = all = raw;
+  for (const auto& ranks : kHosts) {
+    std::map<int, Calling> calls;
+    for (const int rank : ranks) {
+      calls.insert(called(rank, of(rank)));
+    }
+    reduce_on_host(calls);
+    for (const int rank : ranks) {
+      const auto& data = *calls.at(rank).data;
+      CHECK(data.is_in_first() == (rank != ranks.front()));
+      all[static_cast<size_t>(rank)] = data;
+      if (ranks.front() == 3) {
+        some[static_cast<size_t>(rank)] = data.is_in_first() ? data : data.of(kHosts[1]);
+      }
+    }
+  }
+  CHECK(all[3].of(3) == ints({1200, 12000}) && all[3].of(4) == ints({21}));
+  // To one host its parts alone are passed on.
+  CHECK(some[3].of(0).empty() && *reduced(some, kHosts, 1) == ints({}));
+  const std::vector<std::string> expected = {ints({15}),          ints({}),   ints({150}),
+                                             ints({1500, 15000}), ints({42}), ints({})};
+  for (int rank = 0; rank < 6; ++rank) {
+    CHECK(*reduced(raw, kHosts, rank) == expected[static_cast<size_t>(rank)]);
+    CHECK(*reduced(all, kHosts, rank) == expected[static_cast<size_t>(rank)]);
+  }
+
+  // What does not fit together stays as it is.
+  const auto stays = [&](std::map<int, Calling> calls) {
+    auto after = calls;
+    reduce_on_host(after);
+    for (const auto& [rank, call] : calls) {
+      const auto& data = after.at(rank).data;
+      CHECK(data.has_value() == call.data.has_value());
+      CHECK(!data || (data->bytes() == call.data->bytes() && !data->is_in_first()));
+    }
+  };
+  const auto one = to_reduce({1, 2}), whole = Contribution(ints({1, 2}));
+  stays({called(3, one)});
+  stays({called(3, whole), called(4, whole)});
+  stays({called(3, one), called(4, whole)});
+  stays({called(3, one), called(4, to_reduce({1}))});
+  stays({called(3, one), called(4, to_reduce({1, 2}, {0, 0, 4, 4, 0, 0}))});
+  stays({called(3, one), called(4, one, 7)});
+  auto without_data = std::map<int, Calling>{called(3, one), called(4, one)};
+  without_data.at(4).data.reset();
+  stays(without_data);
+  const auto of_all_but = [&](size_t rank, const Contribution& other) {
+    std::vector<Contribution> given(6, one);
+    given[rank] = other;
+    return reduced(given, kHosts, 0);
+  };
+  CHECK(*of_all_but(0, one) == ints({6, 12}));
+  CHECK(!of_all_but(4, whole) && !of_all_but(0, whole) && !of_all_but(1, to_reduce({1})));
+  CHECK(!of_all_but(4, Contribution::in_first()) && !of_all_but(1, Contribution::in_first()));
+  CHECK(!reduced({one, one}, {}, 0));
+}
+
+void values_that_are_not_aligned_are_reduced() {
+  const std::string bytes = "x" + ints({1, 2, 3});
+  const auto shifted = SharedBytes(bytes).part(1, bytes.size() - 1);
+  const auto given = Contribution(shifted).reduced_by(kSumOfInts);
+  CHECK(*reduced({given, given, given}, {{0, 1}, {2}}, 0) == ints({3, 6, 9}));
+}
+
+// Who says that its values are in another's is the one who is passed on with it.
+void a_call_with_the_data_of_another_is_refused() {
+  const auto call = [](const Contribution& data) { return encoded(Calling{summed(6), data, 1}); };
+  const auto in_first = call(Contribution::in_first()), sum = call(to_reduce({1})),
+             whole = call(Contribution("data"));
+  refused([&] {
+    auto words = in_first;
+    CallReader(4, 2).take(words);
+  });
+  const auto take = [](const std::vector<Payload>& calls) {
+    auto words = together(2, calls);
+    return CallReader(4, 2).take_relayed(words, [](int) { return true; });
+  };
+  CHECK(take({sum, in_first})[1].second.data->is_in_first());
+  refused([&] { take({in_first, sum}); });
+  refused([&] { take({in_first, in_first}); });
+  refused([&] { take({whole, in_first}); });
 }
 
 void much_data_is_passed_on_without_a_copy() {
@@ -111,7 +272,8 @@ void what_goes_on_behind_a_sentence_is_refused() {
     const auto said = [&](Payload words) { return words.put(Payload(more)); };
     is_taken([&] {
       auto words = said(Payload().put(1).put_data(data));
-      CHECK(take_all(words, 1).front() == data);
+      CHECK(take_all(words, 3).front() == data);  // the result alone
+      refused([&] { take_all(words, 3); });
     });
     is_taken([&] {
       auto words = said(encoded_delivery(send));
@@ -197,10 +359,14 @@ void parts_that_are_none_are_refused() {
 
 void too_much_data_is_refused() {
   // What a rank of four on two hosts gives at most; and where rank 0 passes it on.
-  const auto take = [](OpType type, size_t bytes, size_t hosts) {
+  const auto take = [](OpType type, size_t bytes, size_t hosts, bool is_reduced = false) {
     auto called = summed(6);
     called.op_type = type;
-    Payload words = encoded(Calling{called, Contribution(std::string(bytes, 'x')), 1});
+    Contribution data(std::string(bytes, 'x'));
+    if (is_reduced) {
+      data = std::move(data).reduced_by({DType::UInt8, ReduceOp::Sum});
+    }
+    Payload words = encoded(Calling{called, data, 1});
     CallReader(4, hosts).take(words);
   };
   for (const auto& [type, most] :
@@ -212,6 +378,13 @@ void too_much_data_is_refused() {
                                               {OpType::Scatter, kMostData * 2}}) {
     take(type, most, 2);
     refused([&, type = type, most = most] { take(type, most + 1, 2); });
+  }
+  // What leaders reduce is as much as that of one rank of each host.
+  for (const auto& [type, most] :
+       {std::pair(OpType::AllReduce, kMostData / 2), std::pair(OpType::ReduceScatter, kMostData)}) {
+    take(type, most, 2, true);
+    refused([&, type = type, most = most] { take(type, most + 1, 2, true); });
+    refused([&, type = type] { take(type, kMostData / 4 + 1, 0, true); });
   }
   take(OpType::AllToAll, kMostData / 4, 0);
   refused([&] { take(OpType::AllToAll, kMostData / 4 + 1, 0); });
@@ -252,6 +425,11 @@ const std::vector<Test> kTests = {
     TEST(calls_that_are_alike_share_what_is_said),
     TEST(calls_that_are_alike_need_not_fit_together),
     TEST(what_is_given_is_what_is_taken),
+    TEST(what_is_to_be_reduced_is_taken_so),
+    TEST(what_cannot_be_reduced_is_refused),
+    TEST(hosts_are_reduced_first_and_then_all),
+    TEST(values_that_are_not_aligned_are_reduced),
+    TEST(a_call_with_the_data_of_another_is_refused),
     TEST(much_data_is_passed_on_without_a_copy),
     TEST(data_that_is_not_there_is_refused),
     TEST(little_data_outlives_the_words_it_came_with),

@@ -341,6 +341,83 @@ void a_leader_passes_on_what_is_for_each_host() {
   CHECK(leader.said() == expected);
 }
 
+constexpr ReducedBy kSum{DType::Float, ReduceOp::Sum};
+
+std::string bytes_of(float value) {
+  return {reinterpret_cast<const char*>(&value), sizeof(value)};
+}
+
+// Of values whose sum depends on the order: those of each host first, whoever reduces them.
+void all_receive_what_leaders_make_of_it() {
+  constexpr uint64_t kCalls = 60;
+  const auto value = [](uint64_t call, int rank) {
+    return static_cast<float>((static_cast<int>(call) * 7 + rank * 5) % 11 - 5) *
+           ((call + static_cast<uint64_t>(rank)) % 2 == 0 ? 16777216.0F : 0.375F);
+  };
+  for (const auto& machines : kGroups) {
+    Ranks ranks(machines);
+    const auto size = static_cast<int>(machines.size());
+    on_all(size, [&](int rank) {
+      for (uint64_t i = 1; i <= kCalls; ++i) {
+        // By host in the order of their first ranks.
+        std::vector<std::pair<std::string, float>> hosts;
+        for (int one = 0; one < size; ++one) {
+          const auto found = std::find_if(hosts.begin(), hosts.end(), [&](const auto& host) {
+            return host.first == machines[static_cast<size_t>(one)];
+          });
+          if (found == hosts.end()) {
+            hosts.emplace_back(machines[static_cast<size_t>(one)], value(i, one));
+          } else {
+            found->second += value(i, one);
+          }
+        }
+        float expected = hosts.front().second;
+        for (size_t host = 1; host < hosts.size(); ++host) {
+          expected += hosts[host].second;
+        }
+        Call call;
+        const auto seq = ranks[rank].call(
+            call.operation(summed(1), Contribution(bytes_of(value(i, rank))).reduced_by(kSum)));
+        if (i % 3 != 0) {
+          ranks[rank].help(seq, Clock::now() + kLong);
+        }
+        CHECK(call.begun() == i);
+        CHECK((call.received() == std::vector<std::string>{bytes_of(expected)}));
+        ranks[rank].done(i);
+      }
+    });
+  }
+}
+
+void a_leader_passes_on_the_sum_of_its_host() {
+  const auto call = [](const Contribution& data) { return encoded(Calling{summed(1), data, 1}); };
+  const auto given = [](float value) { return Contribution(bytes_of(value)).reduced_by(kSum); };
+  Leader leader(2, kThree);
+  (*leader).hear_call(3, call(given(0.5F)));
+  (*leader).hear_call(2, call(given(0.25F)));
+  const auto all = together(2, {call(given(0.75F)), call(Contribution::in_first())}).words();
+  CHECK((leader.said() == std::vector<Said>{{0, kRelaying, all}, {4, kRelaying, all}}));
+}
+
+// Also where it hears of each call by itself.
+void rank_0_makes_the_same_of_it() {
+  const auto given = [](float value) { return Contribution(bytes_of(value)).reduced_by(kSum); };
+  const std::vector<Contribution> raw = {given(16777216.0F), given(0.75F), given(0.75F),
+                                         given(0.75F)};
+  const std::vector<std::vector<int>> hosts = {{0, 1}, {2, 3}};
+  const std::vector<Contribution> summed_up = {given(16777216.0F), Contribution::in_first(),
+                                               given(1.5F), Contribution::in_first()};
+  for (const auto& data : {raw, summed_up}) {
+    std::vector<Said> said;
+    tell_go(3, data, {0, 1}, hosts, [&](int to, Says kind, const Payload& words) {
+      said.push_back({to, kind, words.words()});
+    });
+    // 16777216 and 1.5: of 0.75 alone nothing would be left.
+    const auto go = Payload().put(3).put(1).put_data(bytes_of(16777218.0F)).words();
+    CHECK((said == std::vector<Said>{{0, kGo, go}, {1, kGo, go}}));
+  }
+}
+
 void rank_0_passes_on_and_lets_the_coordinator_say_the_rest() {
   const auto call = [](int rank) { return calling(1, summed(6), data_of(1, rank)); };
   Leader leader(0, kThree);
@@ -477,6 +554,9 @@ const std::vector<Test> kTests = {
     TEST(who_leaves_without_a_call_is_named),
     TEST(a_leader_passes_on_what_its_host_calls),
     TEST(a_leader_passes_on_what_is_for_each_host),
+    TEST(all_receive_what_leaders_make_of_it),
+    TEST(a_leader_passes_on_the_sum_of_its_host),
+    TEST(rank_0_makes_the_same_of_it),
     TEST(rank_0_passes_on_and_lets_the_coordinator_say_the_rest),
     TEST(a_leader_says_nothing_of_what_rank_0_decides),
     TEST(once_somebody_has_left_rank_0_hears_of_each_call),

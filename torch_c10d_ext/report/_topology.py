@@ -62,8 +62,9 @@ class Topology:
     all_reduce inside and then one of everything on every rail, as it is of up to 16 KiB on more
     hosts. Before each of these the ranks agree at rank 0, a round trip.
     ``"piggyback"`` is data that travels with the calls: from host to host on up to 16, up to 256
-    KiB of all ranks, 1 MiB divided by those of a host beyond 4, and of an all_to_all,
-    reduce_scatter or scatter up to as much for each host; else to rank 0 and from there to all
+    KiB of all ranks, 1 MiB divided by those of a host beyond 4, and of an all_to_all or scatter up
+    to as much for each host; of an all_reduce and a reduce_scatter, which leaders reduce (of single
+    precision and more), as much as if each host were one rank. Else to rank 0 and from there to all
     ranks, up to 32 KiB, 256 KiB divided by all ranks beyond 8.
 
     Args:
@@ -185,10 +186,12 @@ class Topology:
         most = usual = _C.usual_piggyback(here if by_leaders else ranks, by_leaders)
         exchanges = pattern in (Pattern.ALL_TO_ALL, Pattern.REDUCE_SCATTER, Pattern.SCATTER)
         of_root = pattern in (Pattern.BROADCAST, Pattern.SCATTER)
+        # Leaders reduce what their ranks give, and tell them what came of all.
+        reduces = by_leaders and pattern in (Pattern.ALL_REDUCE, Pattern.REDUCE_SCATTER)
         # What is given in all, and what of it one rank takes.
         given, result = pattern.buffers(ranks, size)
-        data = given * (1 if of_root else ranks)
-        taken = data / ranks if exchanges else data
+        data = given * (1 if of_root else hosts if reduces else ranks)
+        taken = result if reduces else data / ranks if exchanges else data
         if exchanges and by_leaders:
             most *= hosts
         if pattern is Pattern.MESSAGE or data > most or result > usual:
@@ -197,13 +200,14 @@ class Topology:
             return (ranks - here) * taken / self.between.bandwidth  # from rank 0
         # A leader says to each other host what its own gives, and hears what that gives; a root's
         # hears nothing.
-        said = (1.0 if of_root else here / ranks) * data / (hosts if exchanges else 1)
+        share = 1.0 if of_root else 1 / hosts if reduces else here / ranks
+        said = share * data / (hosts if exchanges else 1)
         heard = 0.0 if of_root else said
         link = max(said, heard) * (hosts - 1)
         moved = (said + heard) * (hosts - 1)
         seconds = max(link / self.between.bandwidth, moved / self.host_bandwidth)
         # The ranks of its host say it theirs before, and hear of it after that: each copies it.
-        told = (0.0 if of_root else data / ranks) + taken
+        told = (0.0 if of_root else given) + taken
         seconds += 2 * told * (here - 1) / self.inside.bandwidth
         return seconds - self.between.latency
 

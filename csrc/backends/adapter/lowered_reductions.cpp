@@ -3,12 +3,16 @@
 #include <c10/util/SmallVector.h>
 #include <c10/util/accumulate.h>
 
+#include <algorithm>
+#include <iterator>
+#include <memory>
 #include <utility>
 #include <vector>
 
 #include "backends/adapter/lowering.h"
 #include "backends/adapter/lowering_parts.h"
 #include "base/dtype.h"
+#include "kernels/in_groups.h"
 #include "kernels/kernels.h"
 
 namespace c10d_ext::lowering {
@@ -108,32 +112,57 @@ ReductionPlan plan_here(const Adapter& adapter, const Reduction& reduction, c10:
                         adapter.can().reduces_bitwise, adapter.can().keeps_nan);
 }
 
+// Whose values are reduced first; null: all at once.
+using Hosts = std::shared_ptr<const std::vector<std::vector<int>>>;
+
 // The same on a CPU, of values in `out`'s own dtype.
-void reduce_in_memory(const at::Tensor& bytes, ReduceOp op, const at::Tensor& out, int64_t ranks) {
-  const at::Tensor target = is_dense(out) ? out : at::empty(out.sizes(), out.options());
-  const auto* from = static_cast<const char*>(bytes.const_data_ptr());
-  c10::SmallVector<const void*, 16> rows;
-  for (int64_t rank = 0; rank < ranks; ++rank) {
-    rows.push_back(from + static_cast<size_t>(rank) * target.nbytes());
+void reduce_in_memory(const at::Tensor& bytes, ReduceOp op, const at::Tensor& out, int64_t ranks,
+                      const Hosts& hosts) {
+  const bool is_avg = op == ReduceOp::Avg;
+  const ReduceOp plain = is_avg ? ReduceOp::Sum : op;
+  const DType dtype = dtype_of(out.scalar_type());
+  const bool on_hosts = hosts && kernels::reduces_in_groups(dtype, plain);
+  const bool is_direct = is_dense(out) && !(on_hosts && is_avg);
+  const at::Tensor target = is_direct ? out : at::empty(out.sizes(), out.options());
+  const auto row = [&](int64_t rank) -> const void* {
+    return static_cast<const char*>(bytes.const_data_ptr()) +
+           static_cast<size_t>(rank) * target.nbytes();
+  };
+  void* const to = target.mutable_data_ptr();
+  const auto count = static_cast<size_t>(out.numel());
+  if (on_hosts) {
+    std::vector<std::vector<const void*>> groups;
+    for (const auto& host : *hosts) {
+      auto& group = groups.emplace_back();
+      std::transform(host.begin(), host.end(), std::back_inserter(group), row);
+    }
+    kernels::reduce_in_groups(dtype, plain, to, groups, count);
+    if (is_avg) {
+      target.div_(ranks);
+    }
+  } else {
+    c10::SmallVector<const void*, 16> rows;
+    for (int64_t rank = 0; rank < ranks; ++rank) {
+      rows.push_back(row(rank));
+    }
+    kernels::reduce(dtype, op, to, nullptr, rows.data(), static_cast<int>(ranks), count, nullptr);
   }
-  kernels::reduce(dtype_of(out.scalar_type()), op, target.mutable_data_ptr(), nullptr, rows.data(),
-                  static_cast<int>(ranks), static_cast<size_t>(out.numel()), nullptr);
   if (!target.is_same(out)) {
     copy_values(out, target);
   }
 }
 
-// Reduces the `ranks` contributions in `bytes` in rank order into `out`: the same bits whoever does
-// it.
+// Reduces the `ranks` contributions in `bytes` in rank order into `out`, or those of each host
+// first: the same bits whoever does it.
 Finish reduce_rows_later(const at::Tensor& bytes, const Contribution& sent,
                          const Reduction& reduction, const ReductionPlan& plan,
-                         const at::Tensor& out, int64_t ranks) {
+                         const at::Tensor& out, int64_t ranks, const Hosts& hosts = {}) {
   const auto dtype = sent.values.dtype();
   const bool encoded = sent.encoded;
-  return [bytes, dtype, encoded, reduction, plan, out = alias_of(out), ranks] {
+  return [bytes, dtype, encoded, reduction, plan, out = alias_of(out), ranks, hosts] {
     used_here(bytes);
     if (out.is_cpu() && !encoded && has_meaning(reduction.op, dtype_of(out.scalar_type()))) {
-      reduce_in_memory(bytes, reduction.op, out, ranks);
+      reduce_in_memory(bytes, reduction.op, out, ranks, hosts);
       return;
     }
     const auto count = bytes.numel() / static_cast<int64_t>(dtype.itemsize());
@@ -163,14 +192,14 @@ Finish reduce_rows_later(const at::Tensor& bytes, const Contribution& sent,
 }
 
 Started gather_and_reduce(const Adapter& adapter, const at::Tensor& source, const at::Tensor& out,
-                          const Reduction& reduction, ReductionPlan plan) {
+                          const Reduction& reduction, ReductionPlan plan, const Hosts& hosts = {}) {
   const int64_t ranks = adapter.size();
   const Contribution sent = contribution(source, reduction, plan);
   const at::Tensor in = bytes_of(sent.values);
   const at::Tensor all = empty_bytes(ranks * in.numel(), in);
   Started started = all_gather_bytes(adapter, in, all);
-  started.finish =
-      then(std::move(started.finish), reduce_rows_later(all, sent, reduction, plan, out, ranks));
+  started.finish = then(std::move(started.finish),
+                        reduce_rows_later(all, sent, reduction, plan, out, ranks, hosts));
   return started;
 }
 
@@ -191,7 +220,7 @@ Started all_reduce(const Adapter& adapter, const at::Tensor& input, const at::Te
   const at::Tensor source = apart_from(input, out);
   ReductionPlan plan = adapter.plan(reduction, out.scalar_type());
   if (plan.local_only || !adapter.has(Method::AllReduce)) {
-    return gather_and_reduce(adapter, source, out, reduction, plan);
+    return gather_and_reduce(adapter, source, out, reduction, plan, adapter.can().reduces_on_hosts);
   }
   const auto [wire, in_place] = to_wire(source, out, reduction, plan);
   const bool divide = reduction.op == ReduceOp::Avg && !adapter.can().reduces_avg;
@@ -223,8 +252,9 @@ Started exchange_and_reduce(const Adapter& adapter, const at::Tensor& source, co
   Started started = all_to_all_bytes(adapter, in, received, std::vector<int64_t>(ranks, mine),
                                      std::move(in_splits));
   if (mine != 0) {
-    started.finish = then(std::move(started.finish),
-                          reduce_rows_later(received, sent, reduction, plan, out, ranks));
+    started.finish =
+        then(std::move(started.finish), reduce_rows_later(received, sent, reduction, plan, out,
+                                                          ranks, adapter.can().reduces_on_hosts));
   }
   return started;
 }

@@ -138,11 +138,11 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     });
   }
 
-  size_t led_hosts() const {
-    return roster_.hosts().size();
+  const std::vector<std::vector<int>>& led_hosts() const {
+    return roster_.hosts();
   }
   size_t told_by_one() const {
-    size_t most = led_hosts() > 0 ? 0 : static_cast<size_t>(roster_.place().size);
+    size_t most = led_hosts().empty() ? static_cast<size_t>(roster_.place().size) : 0;
     for (const auto& ranks : roster_.hosts()) {
       most = std::max(most, ranks.size());
     }
@@ -457,7 +457,7 @@ bool Agreement::has_collectives() const {
   return impl_->has_collectives();
 }
 
-size_t Agreement::led_hosts() const {
+const std::vector<std::vector<int>>& Agreement::led_hosts() const {
   return impl_->led_hosts();
 }
 

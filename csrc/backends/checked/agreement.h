@@ -96,9 +96,9 @@ class Agreement {
   uint64_t count() const;
   // Whether some have been called that are not done.
   bool has_collectives() const;
-  // The hosts whose leaders tell their ranks what all have called; none where rank 0 tells
+  // The ranks of each host whose leader tells them what all have called; none where rank 0 tells
   // everybody. And how many ranks one tells at most, itself among them.
-  size_t led_hosts() const;
+  const std::vector<std::vector<int>>& led_hosts() const;
   size_t told_by_one() const;
   // So many bytes of a message to `peer` may travel with what is said of it.
   size_t most_with_words(int peer) const;

@@ -88,7 +88,7 @@ Capabilities capabilities_outside(Capabilities inside) {
 // `given`: by the user.
 Little little_of(const Capabilities& inner, std::optional<size_t> given,
                  const Agreement& agreement) {
-  const size_t hosts = agreement.led_hosts();
+  const size_t hosts = agreement.led_hosts().size();
   const size_t usual = usual_piggyback(agreement.told_by_one(), hosts > 0);
   const bool can = inner.methods.has(Method::AllToAllSingle);
   return {can ? std::min(given.value_or(usual), kMostData) : 0, usual, hosts};
@@ -146,15 +146,15 @@ CheckedBackend::CheckedBackend(c10::intrusive_ptr<c10d::Backend> inner,
       connect_(std::move(connect)),
       inner_(std::move(inner)),
       inner_can_(capabilities_inside(*inner_)),
-      little_can_(capabilities_for_little(inner_can_)),
-      piggyback_given_(piggyback),
       can_(capabilities_outside(inner_can_)),
+      piggyback_given_(piggyback),
       inner_info_{counted_as.empty() ? inner_->getBackendName() : counted_as,
                   inner_can_.futures == Capabilities::Futures::Always},
       group_({}, options.group_name, rank_, size_),
       agreement_(meet(Rendezvous(group_, store_, global_ranks_, options.backend), group_,
                       options.timeout, *inner_)),
       little_(little_of(inner_can_, piggyback, *agreement_)),
+      little_can_(capabilities_for_little(inner_can_, agreement_->led_hosts())),
       piggyback_(make_piggyback_backend(group_)),
       known_group_(
           known_group(global_ranks_, [a = agreement_](int rank) { return a->gone(rank); })) {

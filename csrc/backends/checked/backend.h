@@ -119,14 +119,14 @@ class CheckedBackend final : public RequestBackend {
   const int strict_;
   const Connect connect_;
   c10::intrusive_ptr<c10d::Backend> inner_;
-  const Capabilities inner_can_, little_can_;
+  const Capabilities inner_can_, can_;
   const std::optional<size_t> piggyback_given_;
-  const Capabilities can_;
   const Inner inner_info_;
   const Group group_;  // for texts
   // Works may outlive the backend; they hold this while they use it.
   std::shared_ptr<Agreement> agreement_;
   const Little little_;
+  const Capabilities little_can_;
   const c10::intrusive_ptr<c10d::Backend> piggyback_;  // what is little is lowered to it
   const std::shared_ptr<const KnownGroup> known_group_;
   MessagesInFlight messages_;

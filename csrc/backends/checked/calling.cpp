@@ -104,14 +104,23 @@ const Called& CallReader::take_called(Payload& words) {
   return last_.or_new(std::move(called));
 }
 
-Calling CallReader::take(Payload& words) {
+Calling CallReader::take_one(Payload& words) {
   Calling call{take_called(words), std::nullopt};
   call.data = take_contribution(words, ranks_);
   if (call.data && call.data->size() > most_of_a_rank(call.called.fingerprint().op_type, kMostData,
-                                                      static_cast<size_t>(ranks_), hosts_)) {
+                                                      static_cast<size_t>(ranks_), hosts_,
+                                                      call.data->reduced_by().has_value())) {
     throw std::runtime_error("a call with too much data");
   }
   call.seq = static_cast<uint64_t>(words.number());
+  return call;
+}
+
+Calling CallReader::take(Payload& words) {
+  Calling call = take_one(words);
+  if (call.data && call.data->is_in_first()) {
+    throw std::runtime_error("a call with the data of another one");
+  }
   return call;
 }
 
@@ -123,7 +132,12 @@ std::vector<std::pair<int, Calling>> CallReader::take_relayed(
     if (!is_led(rank)) {
       throw std::runtime_error("a call that is not this leader's to pass on");
     }
-    calls.emplace_back(rank, take(words));
+    calls.emplace_back(rank, take_one(words));
+    const auto& data = calls.back().second.data;
+    const auto& first = calls.front().second.data;
+    if (data && data->is_in_first() && !(first && first->reduced_by())) {
+      throw std::runtime_error("a call with the data of another one");
+    }
   }
   words.expect_end();
   return calls;

@@ -91,6 +91,7 @@ class CallReader {
 
  private:
   const Called& take_called(Payload& words);
+  Calling take_one(Payload& words);
 
   const int ranks_;
   const size_t hosts_;

@@ -1,15 +1,18 @@
 #include "backends/checked/contribution.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <utility>
+
+#include "kernels/in_groups.h"
 
 namespace c10d_ext {
 
 namespace {
 
 // How a contribution begins.
-enum Form : int64_t { kNone, kWhole, kParts };
+enum Form : int64_t { kNone, kWhole, kParts, kToReduce, kInFirst };
 
 }  // namespace
 
@@ -28,6 +31,28 @@ Contribution::Contribution(SharedBytes bytes, const std::vector<int64_t>& parts)
   }
 }
 
+Contribution Contribution::reduced_by(const ReducedBy& how) && {
+  const auto is_whole = [&](size_t bytes) { return bytes % size_of(how.dtype) == 0; };
+  if (!kernels::reduces_in_groups(how.dtype, how.op) || !is_whole(bytes_.size()) ||
+      !std::all_of(ends_.begin(), ends_.end(), is_whole)) {
+    throw std::runtime_error("values that cannot be reduced");
+  }
+  reduced_by_ = how;
+  return std::move(*this);
+}
+
+Contribution Contribution::with(SharedBytes bytes) const {
+  Contribution other = *this;
+  other.bytes_ = std::move(bytes);
+  return other;
+}
+
+Contribution Contribution::in_first() {
+  Contribution none;
+  none.is_in_first_ = true;
+  return none;
+}
+
 SharedBytes Contribution::of(int rank) const {
   if (!has_parts()) {
     return bytes_;
@@ -42,6 +67,7 @@ Contribution Contribution::of(const std::vector<int>& ranks) const {
     return *this;
   }
   Contribution some;
+  some.reduced_by_ = reduced_by_;
   some.ends_.resize(ends_.size());
   for (const int rank : ranks) {
     some.ends_[static_cast<size_t>(rank)] = of(rank).size();
@@ -59,6 +85,12 @@ Contribution Contribution::of(const std::vector<int>& ranks) const {
 
 // Parts of one size are often next to each other: so many ranks, and what each has.
 Payload& put(Payload& words, const Contribution& contribution) {
+  if (contribution.is_in_first_) {
+    return words.put(kInFirst);
+  }
+  if (const auto& how = contribution.reduced_by_) {
+    words.put(kToReduce).put(static_cast<int64_t>(how->dtype)).put(static_cast<int64_t>(how->op));
+  }
   if (!contribution.has_parts()) {
     return words.put(kWhole).put_data(contribution.bytes_);
   }
@@ -79,30 +111,45 @@ Payload& put(Payload& words, const std::optional<Contribution>& contribution) {
   return contribution ? put(words, *contribution) : words.put(kNone);
 }
 
-std::optional<Contribution> take_contribution(Payload& words, int ranks) {
-  switch (words.number()) {
-    case kNone:
-      return std::nullopt;
-    case kWhole:
-      return Contribution(words.data());
-    case kParts: {
-      const auto runs = words.numbers();
-      std::vector<int64_t> parts;
-      for (size_t i = 0; i + 1 < runs.size(); i += 2) {
-        const auto left = ranks - static_cast<int64_t>(parts.size());
-        if (runs[i] <= 0 || runs[i] > left) {
-          throw std::runtime_error("parts of other ranks");
-        }
-        parts.insert(parts.end(), static_cast<size_t>(runs[i]), runs[i + 1]);
-      }
-      if (parts.size() != static_cast<size_t>(ranks) || runs.size() % 2 != 0) {
-        throw std::runtime_error("parts of another group");
-      }
-      return Contribution(words.data(), parts);
+namespace {
+
+Contribution take_parts(Payload& words, int ranks) {
+  const auto runs = words.numbers();
+  std::vector<int64_t> parts;
+  for (size_t i = 0; i + 1 < runs.size(); i += 2) {
+    const auto left = ranks - static_cast<int64_t>(parts.size());
+    if (runs[i] <= 0 || runs[i] > left) {
+      throw std::runtime_error("parts of other ranks");
     }
-    default:
-      throw std::runtime_error("a contribution of an unknown form");
+    parts.insert(parts.end(), static_cast<size_t>(runs[i]), runs[i + 1]);
   }
+  if (parts.size() != static_cast<size_t>(ranks) || runs.size() % 2 != 0) {
+    throw std::runtime_error("parts of another group");
+  }
+  return {words.data(), parts};
+}
+
+}  // namespace
+
+std::optional<Contribution> take_contribution(Payload& words, int ranks) {
+  auto form = words.number();
+  if (form == kNone) {
+    return std::nullopt;
+  }
+  if (form == kInFirst) {
+    return Contribution::in_first();
+  }
+  std::optional<ReducedBy> how;
+  if (form == kToReduce) {
+    const auto dtype = words.one_of(DType::Bytes);
+    how = {dtype, words.one_of(ReduceOp::None)};
+    form = words.number();
+  }
+  if (form != kWhole && form != kParts) {
+    throw std::runtime_error("a contribution of an unknown form");
+  }
+  auto given = form == kParts ? take_parts(words, ranks) : Contribution(words.data());
+  return how ? std::move(given).reduced_by(*how) : std::move(given);
 }
 
 Payload& put_all_of(Payload& words, const std::vector<Contribution>& all, int rank) {
@@ -115,7 +162,7 @@ Payload& put_all_of(Payload& words, const std::vector<Contribution>& all, int ra
 
 std::vector<SharedBytes> take_all(Payload& words, int ranks) {
   const auto count = words.number();
-  if (count != 0 && count != ranks) {
+  if (count != 0 && count != 1 && count != ranks) {
     throw std::runtime_error("data of another group");
   }
   std::vector<SharedBytes> data;

@@ -220,7 +220,8 @@ void Coordinator::compare() {
       }
     } else {
       const bool leaders_tell = !calls.data.empty() && !roster_.hosts().empty();
-      tell_go(agreed, calls.data, leaders_tell ? roster_.own_host() : roster_.all_ranks(), tell_);
+      tell_go(agreed, calls.data, leaders_tell ? roster_.own_host() : roster_.all_ranks(),
+              roster_.hosts(), tell_);
     }
   }
 }

@@ -1,6 +1,8 @@
 #include "backends/checked/piggyback.h"
 
+#include <ATen/ops/empty.h>
 #include <c10/util/SmallVector.h>
+#include <c10/util/accumulate.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -14,6 +16,7 @@
 #include "backends/process_group/inner_backend.h"
 #include "base/dtype.h"
 #include "base/memory.h"
+#include "kernels/in_groups.h"
 #include "kernels/kernels.h"
 
 namespace c10d_ext {
@@ -108,7 +111,7 @@ class PiggybackBackend final : public InnerBackend {
                      Method::Barrier};
       few.keeps_inputs = true;
       few.exchanges_rooted_parts = true;
-      return capabilities_for_little(few);
+      return capabilities_for_little(few, {});
     }();
     return can;
   }
@@ -162,41 +165,172 @@ size_t bytes_of_all(at::TensorList tensors) {
   return bytes;
 }
 
-// What lowering makes of an all_reduce of a dense tensor on the CPU, as most little ones are, but
-// for the tensors that it makes on the way: they are a tenth of what one takes.
-std::optional<Piggyback> piggyback_of_all_reduce(const HeldRequest& request) {
-  if (request.type != OpType::AllReduce || request.is_list || request.has_parts() ||
-      request.reduction->factor) {
+// How tensors on the CPU are to be reduced; none where factors are to be applied.
+std::optional<ReducedBy> reduction_of(const HeldRequest& request) {
+  if (!request.reduction || request.reduction->factor) {
     return std::nullopt;
   }
-  const auto& source = request.sources.front();
-  const auto& out = request.outs.front();
-  const DType dtype = dtype_of(out.scalar_type());
-  const ReduceOp op = request.reduction->op;
-  if (!source.is_cpu() || !out.is_cpu() || !is_dense(source) || !is_dense(out) ||
-      !has_meaning(op, dtype)) {
+  const auto dtype = request.outs.front().scalar_type();
+  const auto is_alike = [&](const at::Tensor& t) { return t.is_cpu() && t.scalar_type() == dtype; };
+  const ReducedBy how{dtype_of(dtype), request.reduction->op};
+  return has_meaning(how.op, how.dtype) &&
+                 std::all_of(request.outs.begin(), request.outs.end(), is_alike)
+             ? std::optional(how)
+             : std::nullopt;
+}
+
+// The same by leaders, where there are some, as they do it.
+std::optional<ReducedBy> reduced_by_leaders(const HeldRequest& request, const Little& little) {
+  if (little.hosts == 0 ||
+      (request.type != OpType::AllReduce && request.type != OpType::ReduceScatter)) {
     return std::nullopt;
   }
-  return Piggyback{Contribution(bytes_in(source)), [out, dtype, op](const auto& data) {
-                     const size_t row = out.nbytes();
-                     // Aligned, as what comes need not be.
-                     const auto all = std::make_unique_for_overwrite<char[]>(row * data.size());
-                     c10::SmallVector<const void*, 16> rows;
-                     for (const auto& one : data) {
-                       check_size(one.size() == row);
-                       char* const to = all.get() + rows.size() * row;
-                       std::memcpy(to, one.data(), row);
-                       rows.push_back(to);
-                     }
-                     kernels::reduce(dtype, op, out.mutable_data_ptr(), nullptr, rows.data(),
-                                     static_cast<int>(rows.size()),
-                                     static_cast<size_t>(out.numel()), nullptr);
-                   }};
+  auto how = reduction_of(request);
+  if (how && how->op == ReduceOp::Avg) {
+    how->op = ReduceOp::Sum;
+  }
+  return how && kernels::reduces_in_groups(how->dtype, how->op) ? how : std::nullopt;
+}
+
+void append(const at::Tensor& t, std::string& bytes) {
+  const at::Tensor values = is_dense(t) ? t : contiguous(t);
+  bytes.append(static_cast<const char*>(values.const_data_ptr()), values.nbytes());
+}
+
+std::string bytes_in(const HeldRequest::Tensors& tensors) {
+  std::string bytes;
+  bytes.reserve(bytes_of_all(tensors));
+  for (const auto& t : tensors) {
+    append(t, bytes);
+  }
+  return bytes;
+}
+
+// What each rank is to have of a reduce_scatter, one rank's after the other's.
+std::string rows_in(const HeldRequest& request, int64_t ranks) {
+  if (!request.is_list) {
+    return bytes_in(request.sources);
+  }
+  std::string bytes;
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    for (const auto& source : request.sources) {
+      const int64_t each = source.numel() / ranks;
+      append(dense(source).view(-1).narrow(0, rank * each, each), bytes);
+    }
+  }
+  return bytes;
+}
+
+// The bytes of those.
+Sizes sizes_of_rows(const HeldRequest& request, int64_t ranks) {
+  Sizes sizes(static_cast<size_t>(ranks));
+  const auto width = static_cast<int64_t>(request.outs.front().element_size());
+  for (size_t rank = 0; rank < sizes.size(); ++rank) {
+    if (!request.source_sizes.empty()) {
+      sizes[rank] = request.source_sizes[rank] * width;
+      continue;
+    }
+    for (size_t i = 0; i < request.sources.size(); ++i) {
+      const auto bytes = static_cast<int64_t>(request.sources[i].nbytes());
+      if (!request.source_parts) {
+        sizes[rank] += bytes / ranks;
+      } else if (i * sizes.size() / request.sources.size() == rank) {
+        sizes[rank] += bytes;
+      }
+    }
+  }
+  return sizes;
+}
+
+// Writes the values there, which are in `from` one after the other.
+void write(const HeldRequest::Tensors& outs, const char* from) {
+  for (const auto& out : outs) {
+    const at::Tensor values = is_dense(out) ? out : at::empty(out.sizes(), out.options());
+    std::memcpy(values.mutable_data_ptr(), from, values.nbytes());
+    if (!values.is_same(out)) {
+      copy_values(out, values);
+    }
+    from += values.nbytes();
+  }
+}
+
+void write_divided(const HeldRequest::Tensors& outs, const char* from, int64_t divisor) {
+  const auto bytes = bytes_of_all(outs);
+  const auto& options = outs.front().options();
+  const auto count = static_cast<int64_t>(bytes / options.dtype().itemsize());
+  const at::Tensor values = at::empty({count}, options);
+  std::memcpy(values.mutable_data_ptr(), from, bytes);
+  values.div_(divisor);
+  write(outs, static_cast<const char*>(values.const_data_ptr()));
+}
+
+// What leaders make of all.
+Piggyback piggyback_by_leaders(const HeldRequest& request, const Group& group,
+                               const ReducedBy& how) {
+  const auto ranks = group.size();
+  const int64_t divisor = request.reduction->op == ReduceOp::Avg ? ranks : 1;
+  Piggyback piggyback;
+  size_t begin = 0, whole = bytes_of_all(request.outs);
+  if (request.type == OpType::AllReduce) {
+    piggyback.data = Contribution(bytes_in(request.sources));
+  } else {
+    const Sizes sizes = sizes_of_rows(request, ranks);
+    std::string rows = rows_in(request, ranks);
+    if (rows.size() * static_cast<size_t>(ranks) <= kMostUncut) {
+      begin = static_cast<size_t>(c10::sum_integers(sizes.begin(), sizes.begin() + group.rank()));
+      whole = rows.size();
+      piggyback.data = Contribution(std::move(rows));
+    } else {
+      piggyback.data = Contribution(std::move(rows), sizes);
+    }
+  }
+  piggyback.data = std::move(piggyback.data).reduced_by(how);
+  piggyback.receive = [outs = request.outs, divisor, begin, whole](const auto& data) {
+    check_size(data.size() == 1 && data.front().size() == whole);
+    const char* const from = data.front().data() + begin;
+    divisor == 1 ? write(outs, from) : write_divided(outs, from, divisor);
+  };
+  return piggyback;
+}
+
+void reduce_all(const HeldRequest::Tensors& outs, const ReducedBy& how,
+                const std::vector<SharedBytes>& data) {
+  const size_t row = bytes_of_all(outs);
+  // Aligned, as what comes need not be; and for the result.
+  const auto all = std::make_unique_for_overwrite<char[]>(row * (data.size() + 1));
+  c10::SmallVector<const void*, 16> rows;
+  for (const auto& one : data) {
+    check_size(one.size() == row);
+    char* const to = all.get() + rows.size() * row;
+    std::memcpy(to, one.data(), row);
+    rows.push_back(to);
+  }
+  char* const to = all.get() + rows.size() * row;
+  kernels::reduce(how.dtype, how.op, to, nullptr, rows.data(), static_cast<int>(rows.size()),
+                  row / size_of(how.dtype), nullptr);
+  write(outs, to);
+}
+
+// What lowering makes of reductions, as most little collectives are, but for the tensors that it
+// makes on the way: they are a tenth of what one takes.
+std::optional<Piggyback> piggyback_of_reduction(const HeldRequest& request, const Group& group,
+                                                const Little& little) {
+  if (const auto how = reduced_by_leaders(request, little)) {
+    return piggyback_by_leaders(request, group, *how);
+  }
+  const auto how = request.type == OpType::AllReduce ? reduction_of(request) : std::nullopt;
+  if (!how) {
+    return std::nullopt;
+  }
+  return Piggyback{
+      Contribution(bytes_in(request.sources)),
+      [outs = request.outs, how = *how](const auto& data) { reduce_all(outs, how, data); }};
 }
 
 // Of one rank.
 size_t most_of_this(const HeldRequest& request, const Group& group, const Little& little) {
-  return most_of_a_rank(request.type, little.most, static_cast<size_t>(group.size()), little.hosts);
+  return most_of_a_rank(request.type, little.most, static_cast<size_t>(group.size()), little.hosts,
+                        reduced_by_leaders(request, little).has_value());
 }
 
 }  // namespace
@@ -215,7 +349,11 @@ std::string manner_of(const HeldRequest& request, const Group& group, const Litt
   return " with TORCH_C10D_EXT_SHM_PIGGYBACK=" + std::to_string(little.most);
 }
 
-Capabilities capabilities_for_little(Capabilities inner) {
+Capabilities capabilities_for_little(Capabilities inner,
+                                     const std::vector<std::vector<int>>& hosts) {
+  if (!hosts.empty()) {
+    inner.reduces_on_hosts = std::make_shared<const std::vector<std::vector<int>>>(hosts);
+  }
   inner.methods = inner.methods.without(
       {Method::AllReduce, Method::AllReduceCoalesced, Method::Reduce, Method::ReduceScatterTensor});
   inner.reduces_avg = inner.reduces_avg_to_one = inner.reduces_low_precision = false;
@@ -241,7 +379,7 @@ std::optional<Piggyback> piggyback_of(const HeldRequest& request, const Group& g
   if (!is_little) {
     return std::nullopt;
   }
-  if (auto own = piggyback_of_all_reduce(request)) {
+  if (auto own = piggyback_of_reduction(request, group, little)) {
     return own;
   }
   const Adapter adapter(request.op, group, backend, PiggybackBackend::can(), std::nullopt);

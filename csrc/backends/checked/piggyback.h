@@ -45,14 +45,15 @@ struct Little {
 };
 
 // Whether values are reduced that are little. The same on all ranks. Whatever moves them, they are
-// reduced in the order of ranks, on each rank, so that results do not depend on whether they could
-// travel with the calls.
+// reduced in the order of ranks, on each rank, or as leaders reduce them (host_sums.h), so that
+// results do not depend on whether they could travel with the calls.
 bool reduces_little(const HeldRequest& request, const Group& group, const Little& little);
 // What ranks must agree on where that is other than usual: on this rank it may be little, or on one
 // with the usual setting.
 std::string manner_of(const HeldRequest& request, const Group& group, const Little& little);
-// How `inner` is used for those: as piggyback_of() does without it.
-Capabilities capabilities_for_little(Capabilities inner);
+// How `inner` is used for those: as piggyback_of() does without it. `hosts`: of leaders.
+Capabilities capabilities_for_little(Capabilities inner,
+                                     const std::vector<std::vector<int>>& hosts);
 
 // What piggyback_of() lowers the collectives of a group to, made once: to make a backend costs more
 // than a little collective may.

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "backends/checked/host_sums.h"
+
 namespace c10d_ext {
 
 namespace {
@@ -12,6 +14,7 @@ constexpr int64_t kMostGrace = 3'600'000;
 }  // namespace
 
 void tell_go(uint64_t seq, const std::vector<Contribution>& data, const std::vector<int>& ranks,
+             const std::vector<std::vector<int>>& hosts,
              const std::function<void(int rank, Says kind, const Payload& words)>& tell) {
   const bool has_parts =
       std::any_of(data.begin(), data.end(), [](const auto& one) { return one.has_parts(); });
@@ -19,7 +22,8 @@ void tell_go(uint64_t seq, const std::vector<Contribution>& data, const std::vec
   for (const int rank : ranks) {
     if (!words || has_parts) {
       words = Payload().put(static_cast<int64_t>(seq));
-      put_all_of(*words, data, rank);
+      const auto result = reduced(data, hosts, rank);
+      result ? words->put(1).put_data(*result) : put_all_of(*words, data, rank);
     }
     tell(rank, kGo, *words);
   }

@@ -144,7 +144,9 @@ constexpr std::chrono::milliseconds kUnlimited{-1};
 constexpr std::chrono::milliseconds kDataGrace{1000};
 
 // Has `tell` tell those ranks that all have called it, each with what it is to have of all data.
+// `hosts`: those of leaders, who reduce what is to be reduced.
 void tell_go(uint64_t seq, const std::vector<Contribution>& data, const std::vector<int>& ranks,
+             const std::vector<std::vector<int>>& hosts,
              const std::function<void(int rank, Says kind, const Payload& words)>& tell);
 
 // The data that travels with a message, where it does: all that is attached.

@@ -5,6 +5,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "backends/checked/host_sums.h"
+
 namespace c10d_ext {
 
 namespace {
@@ -68,6 +70,7 @@ void Relay::pass_on() {
     own.emplace(rank, std::move(caller.calls.front()));
     caller.calls.pop_front();
   }
+  reduce_on_host(own);
   // Those without data rank 0 hears of by the ranks themselves.
   Relayed passed;
   bool has_parts = false;
@@ -173,7 +176,7 @@ void Relay::compare(uint64_t seq) {
   if (difference(called, seq)) {
     return;  // rank 0 tells
   }
-  tell_go(seq, data, roster_.own_host(), tell_);
+  tell_go(seq, data, roster_.own_host(), roster_.hosts(), tell_);
 }
 
 }  // namespace c10d_ext
