@@ -131,7 +131,7 @@ def test_errors_are_those_of_torch_ops() -> None:
     run(1, _same_errors)
 
 
-class _Functions(TorchFunctionMode):
+class Functions(TorchFunctionMode):
     def __init__(self) -> None:
         self.seen: list[Any] = []
 
@@ -142,7 +142,7 @@ class _Functions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Ops(TorchDispatchMode):
+class Ops(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[Any] = []
@@ -154,7 +154,7 @@ class _Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Marked(torch.Tensor):
+class Marked(torch.Tensor):
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -165,14 +165,14 @@ class _Marked(torch.Tensor):
 def _watched() -> None:
     """Whoever follows calls of torch.ops follows these."""
     x, name, op = torch.ones(2, 3), group(), _overload("all_reduce")
-    with _Functions() as functions:
+    with Functions() as functions:
         F.all_reduce(x, "sum", name)
     assert op in functions.seen
-    with _Ops() as ops:
+    with Ops() as ops:
         F.all_reduce(x, "sum", name)
         F.all_reduce_inplace(x, "sum", name)
     assert op in ops.seen
-    assert type(_C.ops["all_reduce"](x.as_subclass(_Marked), "sum", name)) is _Marked
+    assert type(_C.ops["all_reduce"](x.as_subclass(Marked), "sum", name)) is Marked
     with FakeTensorMode() as mode:
         fake = F.all_reduce(mode.from_tensor(x), "sum", name)
     assert isinstance(fake, FakeTensor)
@@ -220,15 +220,15 @@ def _not_written() -> None:
     """Whoever else needs to know of the call: it says no, and has done nothing."""
     x, name = torch.ones(2), group()
     write = _C.writes["all_reduce_"]
-    with _Functions():
+    with Functions():
         assert not write(False, x, "sum", name)
-    with _Ops():
+    with Ops():
         assert not write(False, x, "sum", name)
     with FakeTensorMode() as mode:
         assert not write(False, mode.from_tensor(x), "sum", name)
-    assert not write(False, x.as_subclass(_Marked), "sum", name)
+    assert not write(False, x.as_subclass(Marked), "sum", name)
     assert not write(False, torch.ones(2, device="meta"), "sum", name)
-    assert not _C.writes["all_reduce_coalesced_"](False, [x, x.as_subclass(_Marked)], "sum", name)
+    assert not _C.writes["all_reduce_coalesced_"](False, [x, x.as_subclass(Marked)], "sum", name)
     said: list[bool] = []
 
     def function(y: Tensor) -> Tensor:

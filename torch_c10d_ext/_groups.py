@@ -132,6 +132,13 @@ def root_of(op: str, role: str, name: str, rank: int | None, rank_in_group: int 
     return members.index(rank)
 
 
+def place_in(pg: Any, rank: Any) -> int | None:
+    """The place of a rank of the world in a group; None where that takes more than a look."""
+    if type(pg) is not dist.ProcessGroup or type(rank) is not int:
+        return None
+    return c10d._world.pg_group_ranks.get(pg, {}).get(rank)
+
+
 def cpu_backend(pg: dist.ProcessGroup) -> dist.Backend:
     """What serves CPU tensors in a group."""
     return pg._get_backend(torch.device("cpu"))

@@ -162,6 +162,11 @@ bool read(PyObject* object, std::optional<c10::Scalar>& value) {
   return true;
 }
 
+bool are_in_place(PyObject* reduction, PyObject* group) {
+  return (reduction == nullptr || !is_group(reduction)) &&
+         (group == nullptr || name_of_reduction(group) == nullptr);
+}
+
 void know_reduction(PyObject* object, std::string name) {
   Py_INCREF(object);
   known_reductions().emplace_back(object, std::move(name));
@@ -230,15 +235,6 @@ Entry::Entry(const c10::OperatorHandle& op) : name_(op.schema().name()) {
   group_place_ = place_of("group_name");
 }
 
-bool Entry::are_in_place(PyObject* const* places) const {
-  const auto at = [&](size_t place) {
-    return place < parameters_.size() ? places[place] : nullptr;
-  };
-  PyObject *const reduction = at(reduction_place_), *const group = at(group_place_);
-  return (reduction == nullptr || !is_group(reduction)) &&
-         (group == nullptr || name_of_reduction(group) == nullptr);
-}
-
 bool Entry::bind(const Call& call, PyObject** places) const {
   if (call.positional > static_cast<Py_ssize_t>(positional_)) {
     return false;
@@ -254,7 +250,10 @@ bool Entry::bind(const Call& call, PyObject** places) const {
     }
     places[found - parameters_.begin()] = call.arguments[call.positional + i];
   }
-  return are_in_place(places);
+  const auto at = [&](size_t place) {
+    return place < parameters_.size() ? places[place] : nullptr;
+  };
+  return are_in_place(at(reduction_place_), at(group_place_));
 }
 
 PyObject* Entry::call_torch_ops(const Call& call) {

@@ -48,6 +48,10 @@ bool read(PyObject* object, std::vector<c10::SymInt>& value);
 bool read(PyObject* object, std::optional<c10::SymInt>& value);
 bool read(PyObject* object, std::optional<c10::Scalar>& value);
 
+// Whether c10d's objects, where they are given for these, are where their names belong. Null is an
+// argument left out.
+bool are_in_place(PyObject* reduction, PyObject* group);
+
 // Lets c10d's `object` stand for the reduction `name` from here on, and keeps it.
 void know_reduction(PyObject* object, std::string name);
 
@@ -87,9 +91,6 @@ class Entry {
   PyObject* call_torch_ops(const Call& call);
 
  private:
-  // Whether c10d's objects are where their names belong.
-  bool are_in_place(PyObject* const* places) const;
-
   std::string name_;
   std::vector<PyObject*> parameters_;  // interned names
   // Places of the names that c10d's objects may stand for; behind all, where there is none.

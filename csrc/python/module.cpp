@@ -24,6 +24,7 @@
 #include "frontend/devices.h"
 #include "frontend/dispatch_state.h"
 #include "frontend/fast_call.h"
+#include "frontend/fast_collectives.h"
 #include "frontend/fast_message.h"
 #include "frontend/lazy/lazy.h"
 #include "frontend/older_vmap.h"
@@ -163,6 +164,9 @@ PyMethodDef quick_methods[] = {
     {"hold_again", fastcall(hold_again), METH_FASTCALL, nullptr},
     {"check_apart", fastcall(check_apart), METH_FASTCALL, nullptr},
     {"pass_message", fastcall(fast_call::pass_message), METH_FASTCALL, nullptr},
+    {"write_all_gather", fastcall(fast_call::write_all_gather), METH_FASTCALL, nullptr},
+    {"write_reduce_scatter", fastcall(fast_call::write_reduce_scatter), METH_FASTCALL, nullptr},
+    {"write_all_to_all", fastcall(fast_call::write_all_to_all), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -29,6 +29,7 @@ from torch_c10d_ext._groups import (
     has_own_backend,
     illegal_work,
     member,
+    place_in,
     process_group,
     reduction_of,
     refuse_in_a_graph,
@@ -54,6 +55,10 @@ _reduce_ = _C.writes["reduce_"]
 _all_gather_into_tensor_out = _C.writes["all_gather_into_tensor_out"]
 _reduce_scatter_tensor_out = _C.writes["reduce_scatter_tensor_out"]
 _all_to_all_single_out = _C.writes["all_to_all_single_out"]
+# The same of a call that waits, before any check in Python.
+_write_all_gather = _C.write_all_gather
+_write_reduce_scatter = _C.write_reduce_scatter
+_write_all_to_all = _C.write_all_to_all
 
 
 def _check_tensor(op: str, name: str, value: Any, group: str) -> None:
@@ -242,6 +247,11 @@ def broadcast(
 
     Source: csrc/ops/broadcast.cpp
     """
+    if (src is None or group_src is None) and not (async_op or _is_compiling()):
+        pg = c10d._world.default_pg if group is None else group
+        place = place_in(pg, src) if group_src is None else group_src
+        if _broadcast_(False, tensor, place, pg):
+            return None
     name = member("broadcast", group)
     if name is None:
         return None
@@ -427,12 +437,15 @@ def all_gather_into_tensor(
     Source: csrc/ops/all_gather_into_tensor.cpp
     """
     function = "all_gather_into_tensor"
-    if (
-        _open_blocks
-        and not _is_dynamo_compiling()
-        and _hold_again(function, None, group, input_tensor, output_tensor)
+    if _open_blocks:
+        if not _is_dynamo_compiling() and _hold_again(
+            function, None, group, input_tensor, output_tensor
+        ):
+            return illegal_work() if async_op else None
+    elif not (async_op or _is_compiling()) and _write_all_gather(
+        output_tensor, input_tensor, c10d._world.default_pg if group is None else group
     ):
-        return illegal_work() if async_op else None
+        return None
     name = member(function, group)
     if name is None:
         return None
@@ -530,12 +543,13 @@ def reduce_scatter_tensor(
     Source: csrc/ops/reduce_scatter_tensor.cpp
     """
     function = "reduce_scatter_tensor"
-    if (
-        _open_blocks
-        and not _is_dynamo_compiling()
-        and _hold_again(function, op, group, input, output)
+    if _open_blocks:
+        if not _is_dynamo_compiling() and _hold_again(function, op, group, input, output):
+            return illegal_work() if async_op else None
+    elif not (async_op or _is_compiling()) and _write_reduce_scatter(
+        output, input, op, c10d._world.default_pg if group is None else group
     ):
-        return illegal_work() if async_op else None
+        return None
     name = member(function, group)
     if name is None:
         return None
@@ -791,6 +805,13 @@ def all_to_all_single(
     Source: csrc/ops/all_to_all_single.cpp
     """
     function = "all_to_all_single"
+    if (
+        output_split_sizes is None
+        and input_split_sizes is None
+        and not (async_op or _is_compiling())
+        and _write_all_to_all(output, input, c10d._world.default_pg if group is None else group)
+    ):
+        return None
     name = member(function, group)
     if name is None:
         return None
@@ -806,7 +827,6 @@ def all_to_all_single(
         return _delivery.spread([started], [[output]], async_op)
 
 
-@torch.no_grad()
 def barrier(
     group: Group = None,
     async_op: bool = False,
@@ -845,9 +865,10 @@ def barrier(
     name = member("barrier", group)
     if name is None:
         return None
-    # Uninitialized, or a compiler may take two barriers, being equal, for one.
-    token = torch.empty(1, device=barrier_device(name, device_ids))
-    return _delivery.spread([_ops.barrier(token, name)], [[]], async_op)
+    with torch.no_grad():
+        # Uninitialized, or a compiler may take two barriers, being equal, for one.
+        token = torch.empty(1, device=barrier_device(name, device_ids))
+        return _delivery.spread([_ops.barrier(token, name)], [[]], async_op)
 
 
 def monitored_barrier(

@@ -23,6 +23,7 @@ from torch_c10d_ext._groups import (
     group_rank,
     group_size,
     member,
+    place_in,
     root_of,
     where,
     world_ranks,
@@ -85,9 +86,7 @@ def _passed_directly(
     if peer_in_group is not None or _is_compiling() or _coalescing.open_blocks:
         return False
     pg = c10d._world.default_pg if group is None else group
-    if type(pg) is not dist.ProcessGroup or type(peer) is not int:
-        return False
-    place = c10d._world.pg_group_ranks.get(pg, {}).get(peer)
+    place = place_in(pg, peer)
     return place is not None and _C.pass_message(tensor, place, pg, tag, sends)
 
 

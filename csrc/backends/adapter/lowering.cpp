@@ -97,7 +97,8 @@ void run_alone(const CollectiveRequest& request) {
       continue;
     }
     if (request.reduction != nullptr) {
-      const bool is_stacked = request.type == OpType::ReduceScatter && request.source_sizes.empty();
+      const bool is_stacked = request.type == OpType::ReduceScatter &&
+                              request.source_sizes.empty() && source.sizes() != out.sizes();
       reduce_alone(is_stacked ? source.reshape(out.sizes()) : source, out, *request.reduction);
     } else if (!source.is_same(out)) {
       copy_values(out, apart_from(source, out));
