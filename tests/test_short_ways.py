@@ -20,6 +20,7 @@ import torch_c10d_ext.distributed as ours
 from tests.harness import run
 from tests.test_entry import Functions, Marked, Ops
 from torch_c10d_ext import _groups, functional
+from torch_c10d_ext._async import work_of
 from torch_c10d_ext.distributed import _collectives
 
 SUM = dist.ReduceOp.SUM
@@ -64,6 +65,7 @@ def _by_the_long_way() -> Iterator[None]:
 
         for name in ("_write_all_gather", "_write_reduce_scatter", "_write_all_to_all"):
             refuse(name, return_value=False)
+        refuse("place_in", return_value=None)
         # broadcast asks once more, at the end of that way.
         broadcast = _collectives._broadcast_
         refuse("_broadcast_", wraps=broadcast, side_effect=[False, mock.DEFAULT])
@@ -162,23 +164,24 @@ def test_plain_calls_take_it_to_the_same_values(size: int) -> None:
 
 def _complete_on_return() -> None:
     n, rank, _ = _world()
-    x = torch.arange(1.0 * n) + 10 * rank
-    everyone = [torch.arange(1.0 * n) + 10 * r for r in range(n)]
-    gathered, part, exchanged, sent = torch.zeros(n * n), torch.zeros(1), torch.zeros(n), x.clone()
-    ours.all_gather_into_tensor(gathered, x)
-    ours.reduce_scatter_tensor(part, x)
-    ours.all_to_all_single(exchanged, x)
+    rows = torch.arange(1.0 * n * n).view(n, n)
+    gathered, part, exchanged, sent = torch.zeros(n, n), torch.zeros(1), torch.zeros(n), rows[rank]
+    ours.all_gather_into_tensor(gathered, rows[rank].clone())
+    ours.reduce_scatter_tensor(part, rows[rank].clone())
+    ours.all_to_all_single(exchanged, rows[rank].clone())
     ours.broadcast(sent, n - 1)
-    assert torch.equal(gathered, torch.cat(everyone))
-    assert torch.equal(part, sum(everyone)[rank : rank + 1])
-    assert torch.equal(exchanged, torch.stack(everyone)[:, rank])
-    assert torch.equal(sent, everyone[-1])
+    assert [work_of(t) for t in (gathered, part, exchanged, sent)] == [None] * 4
+    want = torch.arange(1.0 * n * n).view(n, n)
+    assert torch.equal(gathered, want)
+    assert torch.equal(part, want[:, rank].sum().view(1))
+    assert torch.equal(exchanged, want[:, rank])
+    assert torch.equal(sent, want[-1])
 
 
-@pytest.mark.parametrize("size", (1, 2))
+@pytest.mark.parametrize("size", (1, 2, 3))
 def test_it_ends_with_the_call(size: int) -> None:
-    # With the delayed backend nothing is complete by itself.
-    run(size, _complete_on_return, backend="delayed")
+    for backend in ("gloo", "shm"):
+        run(size, _complete_on_return, backend=backend)
 
 
 def _of_a_part() -> None:

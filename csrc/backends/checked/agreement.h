@@ -40,7 +40,8 @@ class Agreement {
     std::function<void(const Failure&)> fail;
     // What this rank contributes, where it is little: it travels with the call.
     std::optional<Contribution> data = std::nullopt;
-    // Instead of `begin`, where all ranks gave their data: it is here, in the order of ranks.
+    // Instead of `begin`, where all ranks gave their data: it is here, in the order of ranks, or
+    // what leaders have reduced it to.
     std::function<void(uint64_t seq, const std::vector<SharedBytes>& data)> receive = nullptr;
     // Its data is long on its way: ranks say when it is there, so that it fails at once where one
     // is lost in the middle of it.

@@ -1,10 +1,9 @@
 #pragma once
 
 // Leaders reduce what ranks give to an all_reduce or reduce_scatter of little data: that of their
-// hosts before they pass it on, as one rank's, and what all have then, so that ranks hear no more
-// than their result. Each
-// host's values are reduced in the order of its ranks, and then those of hosts in theirs, whoever
-// does it. No torch in here.
+// hosts before they pass it on, as one rank's, and what all have then, so that ranks hear what
+// comes of it alone. Each host's values are reduced in the order of its ranks, and then those of
+// hosts in theirs, whoever does it. No torch in here.
 
 #include <map>
 #include <optional>
@@ -17,7 +16,8 @@
 namespace c10d_ext {
 
 // What ranks of a host call, with their data: the first one's becomes that of all. Nothing is done
-// where they do not fit together, or are not to be reduced.
+// where they do not fit together, or are not to be reduced. Whether all call the same is seen
+// later: of parts that differ ranks say different things.
 void reduce_on_host(std::map<int, Calling>& calls);
 
 // What comes of all for a rank, some hosts' reduced already. None where they do not fit together,

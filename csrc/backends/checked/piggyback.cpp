@@ -34,7 +34,8 @@ void check_size(bool fits) {
 }
 
 // Each rank's row of `out`.
-void receive_rows(const at::Tensor& out, const std::vector<SharedBytes>& data) {
+void receive_rows(const at::Tensor& out, size_t ranks, const std::vector<SharedBytes>& data) {
+  check_size(data.size() == ranks);
   const size_t row = out.nbytes() / data.size();
   auto* to = static_cast<char*>(out.mutable_data_ptr());
   for (const auto& one : data) {
@@ -44,8 +45,9 @@ void receive_rows(const at::Tensor& out, const std::vector<SharedBytes>& data) {
   }
 }
 
-void receive_of_root(const InnerCollective& what, bool is_root,
+void receive_of_root(const InnerCollective& what, bool is_root, size_t ranks,
                      const std::vector<SharedBytes>& data) {
+  check_size(data.size() == ranks);
   const auto& sent = data[static_cast<size_t>(what.root)];
   check_size(sent.size() == what.out.nbytes());
   if (!is_root) {
@@ -71,6 +73,7 @@ Contribution parts_of(const InnerCollective& what) {
 }
 
 void receive_parts(const InnerCollective& what, size_t rank, const std::vector<SharedBytes>& data) {
+  check_size(data.size() == what.received.size());
   auto* to = static_cast<char*>(what.out.mutable_data_ptr());
   for (size_t from = 0; from < data.size(); ++from) {
     const size_t size = static_cast<size_t>(what.received[from]) * what.out.itemsize();
@@ -124,7 +127,9 @@ class PiggybackBackend final : public InnerBackend {
     switch (what.op) {
       case OpType::AllGather:
         noted_here.data = Contribution(bytes_in(what.source));
-        noted_here.receive = [out = what.out](const auto& data) { receive_rows(out, data); };
+        noted_here.receive = [out = what.out, ranks = ranks()](const auto& data) {
+          receive_rows(out, ranks, data);
+        };
         return;
       case OpType::AllToAll:
         noted_here.data = parts_of(what);
@@ -134,8 +139,10 @@ class PiggybackBackend final : public InnerBackend {
         return;
       case OpType::Broadcast:
         noted_here.data = rank_ == what.root ? Contribution(bytes_in(what.out)) : Contribution();
-        noted_here.receive = [what = std::move(what), is_root = rank_ == what.root](
-                                 const auto& data) { receive_of_root(what, is_root, data); };
+        noted_here.receive = [what = std::move(what), is_root = rank_ == what.root,
+                              ranks = ranks()](const auto& data) {
+          receive_of_root(what, is_root, ranks, data);
+        };
         return;
       case OpType::Barrier:
         noted_here.receive = [](const auto&) {};
@@ -143,6 +150,9 @@ class PiggybackBackend final : public InnerBackend {
       default:
         TORCH_INTERNAL_ASSERT(false, "no collective that is piggybacked: ", name_of(what.op));
     }
+  }
+  size_t ranks() const {
+    return static_cast<size_t>(size_);
   }
   // Profilers are told of the collective itself.
   InnerWork make_work(c10d::OpType type, std::string_view op,
@@ -193,7 +203,7 @@ std::optional<ReducedBy> reduced_by_leaders(const HeldRequest& request, const Li
 }
 
 void append(const at::Tensor& t, std::string& bytes) {
-  const at::Tensor values = is_dense(t) ? t : contiguous(t);
+  const at::Tensor values = dense(t);
   bytes.append(static_cast<const char*>(values.const_data_ptr()), values.nbytes());
 }
 
@@ -293,8 +303,9 @@ Piggyback piggyback_by_leaders(const HeldRequest& request, const Group& group,
   return piggyback;
 }
 
-void reduce_all(const HeldRequest::Tensors& outs, const ReducedBy& how,
+void reduce_all(const HeldRequest::Tensors& outs, const ReducedBy& how, int64_t ranks,
                 const std::vector<SharedBytes>& data) {
+  check_size(static_cast<int64_t>(data.size()) == ranks);
   const size_t row = bytes_of_all(outs);
   // Aligned, as what comes need not be; and for the result.
   const auto all = std::make_unique_for_overwrite<char[]>(row * (data.size() + 1));
@@ -322,9 +333,10 @@ std::optional<Piggyback> piggyback_of_reduction(const HeldRequest& request, cons
   if (!how) {
     return std::nullopt;
   }
-  return Piggyback{
-      Contribution(bytes_in(request.sources)),
-      [outs = request.outs, how = *how](const auto& data) { reduce_all(outs, how, data); }};
+  return Piggyback{Contribution(bytes_in(request.sources)),
+                   [outs = request.outs, how = *how, ranks = group.size()](const auto& data) {
+                     reduce_all(outs, how, ranks, data);
+                   }};
 }
 
 // Of one rank.

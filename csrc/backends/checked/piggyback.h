@@ -22,8 +22,8 @@ namespace c10d_ext {
 struct Piggyback {
   // What this rank contributes.
   Contribution data;
-  // Makes the result of what all ranks contribute, in their order. Throws where that has another
-  // size than this rank expects.
+  // Makes the result of what all ranks contribute, in their order, or of what leaders have reduced
+  // that to. Throws where it has another size than this rank expects.
   std::function<void(const std::vector<SharedBytes>& data)> receive;
 };
 
@@ -37,7 +37,8 @@ constexpr size_t usual_piggyback(size_t told, bool by_leaders) {
 }
 
 // So many bytes of all ranks together are little, and as many would be without a setting; of an
-// exchange more, by the hosts whose leaders pass them on.
+// exchange more, by the hosts whose leaders pass them on, and of what leaders reduce those of one
+// rank of each host.
 struct Little {
   size_t most;
   size_t usual;

@@ -6,7 +6,8 @@
 //   Calling: what, and its data if     ->
 //     that is little
 //                                      <- Go, with all data if all gave theirs (where
-//                                         each rank has a part of it, with those), or
+//                                         each rank has a part of it, with those; where leaders
+//                                         reduce it, with what came of it), or
 //                                         Differ: how; once all ranks call
 //   Posting: one end of a message, and
 //     its data if that is little       ->
@@ -48,10 +49,12 @@
 //     too                              ->
 //                                         Relaying: the calls
 //                                         with data of its
-//                                         ranks, once all
-//                                         have called; where
-//                                         some gave none, to
-//                                         rank 0 alone        ->
+//                                         ranks, or what that
+//                                         is reduced to, once
+//                                         all have called;
+//                                         where some gave
+//                                         none, to rank 0
+//                                         alone               ->
 //                                      <- Go, with all data,
 //                                         once all have called
 //   Pong, to rank 0: how many collectives it has called, where its leader has left
