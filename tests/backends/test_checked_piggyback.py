@@ -153,7 +153,7 @@ def test_how_data_travels_does_not_show_in_bits() -> None:
 
 def _layouts_do_not_show() -> None:
     """Ranks whose tensors lie in memory in other ways send the same and get the same."""
-    rank, n = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     shape = (3, 2)
     with fallen_back() as group:
         before = _moved(group)
