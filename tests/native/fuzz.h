@@ -117,8 +117,19 @@ inline std::vector<int64_t> sizes(Random& random) {
                               random.below(100));
 }
 
-// Of a rank: the same for all, or parts.
+// Of a rank: the same for all, or parts; to be reduced, as other ranks' often is, or in another's.
 inline Contribution given(Random& random) {
+  constexpr ReducedBy kSum{DType::Int32, ReduceOp::Sum};
+  if (!random.one_in(4)) {
+    const bool has_parts = random.one_in(8);
+    const std::string values(4 * kRanks, 'x');
+    return (has_parts ? Contribution(values, std::vector<int64_t>(kRanks, 4))
+                      : Contribution(values))
+        .reduced_by(kSum);
+  }
+  if (random.one_in(8)) {
+    return Contribution::in_first();
+  }
   const std::string bytes = random.data();
   if (random.one_in(2)) {
     return Contribution(bytes);
