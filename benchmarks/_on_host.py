@@ -121,7 +121,8 @@ def _agree(value: float) -> float:
     return float(t)
 
 
-def measure(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
+def measure(calls: dict[str, Call], rounds: int, case: str) -> dict[str, list[float]]:
+    """Seconds of each round; every case has an order of its peers, the same on all ranks."""
     counts = {}
     for name, call in calls.items():
         call()
@@ -132,7 +133,7 @@ def measure(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
         each = _agree((time.perf_counter() - start) / 2)
         counts[name] = max(1, min(MOST, int(BLOCK / each)))
     times: dict[str, list[float]] = {name: [] for name in calls}
-    order = random.Random(0)
+    order = random.Random(case)
     for _ in range(rounds):
         names = list(calls)
         order.shuffle(names)
@@ -259,7 +260,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(json.dumps(link), flush=True)
     for collective, size in plan["cases"]:
-        times = measure(_calls(collective, size, groups, mpi), plan["rounds"])
+        calls = _calls(collective, size, groups, mpi)
+        times = measure(calls, plan["rounds"], f"{collective} {size}")
         by_torch = times.pop(BY_TORCH, None)
         if dist.get_rank() == 0:
             case = {"collective": collective, "size": size, "times": times, "by_torch": by_torch}

@@ -187,7 +187,7 @@ def run_rank(plan: dict[str, Any]) -> None:
     names = everyone[0] + everyone[2]
     for size, back in plan["exchanges"]:
         calls = {name: mine[name](size, back) if name in mine else lambda: None for name in names}
-        times = _on_host.measure(calls, plan["rounds"])
+        times = _on_host.measure(calls, plan["rounds"], f"{size} {back}")
         if rank == 0:
             print(json.dumps({"size": size, "back": back, "times": times}), flush=True)
     dist.barrier()
