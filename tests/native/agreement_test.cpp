@@ -451,8 +451,8 @@ void what_is_done_is_said_at_once() {
 
 void so_many_are_told_by_one() {
   Ranks hosts({"a", "b", "a", "c"}), alone(3);
-  CHECK(hosts[3].led_hosts() == 3 && hosts[3].told_by_one() == 2);
-  CHECK(alone[1].led_hosts() == 0 && alone[1].told_by_one() == 3);
+  CHECK(hosts[3].led_hosts().size() == 3 && hosts[3].told_by_one() == 2);
+  CHECK(alone[1].led_hosts().empty() && alone[1].told_by_one() == 3);
 }
 
 void so_much_goes_with_words() {
@@ -479,7 +479,7 @@ void so_much_goes_with_words() {
     many.insert(many.end(), 2, std::to_string(host));
   }
   Ranks without(many);
-  CHECK(without[3].led_hosts() == 0 && without[3].most_with_words(0) == kLittleAmongWords);
+  CHECK(without[3].led_hosts().empty() && without[3].most_with_words(0) == kLittleAmongWords);
   CHECK(without[0].most_with_words(3) == kLittleAmongWords);
 }
 
