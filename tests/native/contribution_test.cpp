@@ -60,7 +60,8 @@ std::string ints(const std::vector<int32_t>& values) {
 
 Contribution to_reduce(const std::vector<int32_t>& values, const std::vector<int64_t>& parts = {}) {
   const auto bytes = ints(values);
-  return (parts.empty() ? Contribution(bytes) : Contribution(bytes, parts)).reduced_by(kSumOfInts);
+  return (parts.empty() ? Contribution(bytes) : Contribution(bytes, parts))
+      .to_be_reduced(kSumOfInts);
 }
 
 void what_is_to_be_reduced_is_taken_so() {
@@ -80,7 +81,7 @@ void what_is_to_be_reduced_is_taken_so() {
 void what_cannot_be_reduced_is_refused() {
   const auto reduced = [](DType dtype, ReduceOp op, const std::string& bytes,
                           const std::vector<int64_t>& parts = {}) {
-    (parts.empty() ? Contribution(bytes) : Contribution(bytes, parts)).reduced_by({dtype, op});
+    (parts.empty() ? Contribution(bytes) : Contribution(bytes, parts)).to_be_reduced({dtype, op});
   };
   reduced(DType::Float, ReduceOp::Sum, "12345678");
   reduced(DType::Float, ReduceOp::Sum, "12345678", {4, 0, 4});
@@ -191,7 +192,7 @@ void hosts_are_reduced_first_and_then_all() {
 void values_that_are_not_aligned_are_reduced() {
   const std::string bytes = "x" + ints({1, 2, 3});
   const auto shifted = SharedBytes(bytes).part(1, bytes.size() - 1);
-  const auto given = Contribution(shifted).reduced_by(kSumOfInts);
+  const auto given = Contribution(shifted).to_be_reduced(kSumOfInts);
   CHECK(*reduced({given, given, given}, {{0, 1}, {2}}, 0) == ints({3, 6, 9}));
 }
 
@@ -368,7 +369,7 @@ void too_much_data_is_refused() {
     called.op_type = type;
     Contribution data(std::string(bytes, 'x'));
     if (is_reduced) {
-      data = std::move(data).reduced_by({DType::UInt8, ReduceOp::Sum});
+      data = std::move(data).to_be_reduced({DType::UInt8, ReduceOp::Sum});
     }
     Payload words = encoded(Calling{called, data, 1});
     CallReader(4, hosts).take(words);

@@ -125,7 +125,7 @@ inline Contribution given(Random& random) {
     const std::string values(4 * kRanks, 'x');
     return (has_parts ? Contribution(values, std::vector<int64_t>(kRanks, 4))
                       : Contribution(values))
-        .reduced_by(kSum);
+        .to_be_reduced(kSum);
   }
   if (random.one_in(8)) {
     return Contribution::in_first();

@@ -377,7 +377,7 @@ void all_receive_what_leaders_make_of_it() {
         }
         Call call;
         const auto seq = ranks[rank].call(
-            call.operation(summed(1), Contribution(bytes_of(value(i, rank))).reduced_by(kSum)));
+            call.operation(summed(1), Contribution(bytes_of(value(i, rank))).to_be_reduced(kSum)));
         if (i % 3 != 0) {
           ranks[rank].help(seq, Clock::now() + kLong);
         }
@@ -391,7 +391,7 @@ void all_receive_what_leaders_make_of_it() {
 
 void a_leader_passes_on_the_sum_of_its_host() {
   const auto call = [](const Contribution& data) { return encoded(Calling{summed(1), data, 1}); };
-  const auto given = [](float value) { return Contribution(bytes_of(value)).reduced_by(kSum); };
+  const auto given = [](float value) { return Contribution(bytes_of(value)).to_be_reduced(kSum); };
   Leader leader(2, kThree);
   (*leader).hear_call(3, call(given(0.5F)));
   (*leader).hear_call(2, call(given(0.25F)));
@@ -401,7 +401,7 @@ void a_leader_passes_on_the_sum_of_its_host() {
 
 // Also where it hears of each call by itself.
 void rank_0_makes_the_same_of_it() {
-  const auto given = [](float value) { return Contribution(bytes_of(value)).reduced_by(kSum); };
+  const auto given = [](float value) { return Contribution(bytes_of(value)).to_be_reduced(kSum); };
   const std::vector<Contribution> raw = {given(16777216.0F), given(0.75F), given(0.75F),
                                          given(0.75F)};
   const std::vector<std::vector<int>> hosts = {{0, 1}, {2, 3}};

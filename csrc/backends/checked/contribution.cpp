@@ -31,7 +31,7 @@ Contribution::Contribution(SharedBytes bytes, const std::vector<int64_t>& parts)
   }
 }
 
-Contribution Contribution::reduced_by(const ReducedBy& how) && {
+Contribution Contribution::to_be_reduced(const ReducedBy& how) && {
   const auto is_whole = [&](size_t bytes) { return bytes % size_of(how.dtype) == 0; };
   if (!kernels::reduces_in_groups(how.dtype, how.op) || !is_whole(bytes_.size()) ||
       !std::all_of(ends_.begin(), ends_.end(), is_whole)) {
@@ -149,7 +149,7 @@ std::optional<Contribution> take_contribution(Payload& words, int ranks) {
     throw std::runtime_error("a contribution of an unknown form");
   }
   auto given = form == kParts ? take_parts(words, ranks) : Contribution(words.data());
-  return how ? std::move(given).reduced_by(*how) : std::move(given);
+  return how ? std::move(given).to_be_reduced(*how) : std::move(given);
 }
 
 Payload& put_all_of(Payload& words, const std::vector<Contribution>& all, int rank) {

@@ -29,7 +29,7 @@ class Contribution {
   explicit Contribution(SharedBytes bytes) : bytes_(std::move(bytes)) {}
   // Of which leaders tell ranks no more than what comes of those of all. Throws std::runtime_error
   // where they cannot be so reduced.
-  Contribution reduced_by(const ReducedBy& how) &&;
+  Contribution to_be_reduced(const ReducedBy& how) &&;
   // Of a rank whose values are in those of the first one of its host.
   static Contribution in_first();
   // Of so many bytes for each rank, one after the other. Throws std::runtime_error where they are

@@ -189,7 +189,7 @@ std::optional<ReducedBy> reduction_of(const HeldRequest& request) {
              : std::nullopt;
 }
 
-// The same by leaders, where there are some, as they do it.
+// How leaders reduce them, an average as a sum; none where there are no leaders, or they do not.
 std::optional<ReducedBy> reduced_by_leaders(const HeldRequest& request, const Little& little) {
   if (little.hosts == 0 ||
       (request.type != OpType::AllReduce && request.type != OpType::ReduceScatter)) {
@@ -294,7 +294,7 @@ Piggyback piggyback_by_leaders(const HeldRequest& request, const Group& group,
       piggyback.data = Contribution(std::move(rows), sizes);
     }
   }
-  piggyback.data = std::move(piggyback.data).reduced_by(how);
+  piggyback.data = std::move(piggyback.data).to_be_reduced(how);
   piggyback.receive = [outs = request.outs, divisor, begin, whole](const auto& data) {
     check_size(data.size() == 1 && data.front().size() == whole);
     const char* const from = data.front().data() + begin;

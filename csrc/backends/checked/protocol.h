@@ -56,7 +56,8 @@
 //                                         none, to rank 0
 //                                         alone               ->
 //                                      <- Go, with all data,
-//                                         once all have called
+//                                         or the result, once
+//                                         all have called
 //   Pong, to rank 0: how many collectives it has called, where its leader has left
 //   rank 0, to leaders: Singly: somebody has left, and who calls what they will not is to be told
 //   at once, which leaders do by a Relaying for each call with data
