@@ -172,14 +172,6 @@ inline bool only_lacks(Agreement& rank, uint64_t seq, const std::vector<int>& ra
   return eventually([&] { return rank.awaited(seq, kLong).first == ranks; });
 }
 
-// So often a test goes on while it is told of ranks that are well, but late to say so.
-constexpr int kTimes = 5;
-inline bool is_any_silent(const std::vector<Failure>& failures) {
-  return std::any_of(failures.begin(), failures.end(), [](const Failure& failure) {
-    return failure.text.find(", silent)") != std::string::npos;
-  });
-}
-
 // As one of the ranks on the machines of those names knows them.
 inline Roster roster_of(int rank, const std::vector<std::string>& machines) {
   std::vector<Member> members;

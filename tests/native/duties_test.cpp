@@ -205,7 +205,7 @@ void what_a_rank_has_sent_is_heard_though_it_leaves() {
     }));
     CHECK((heard == Kinds{by == 0 ? kPosting : kDelivering, kLeaving}));
     // What the others are yet to hear their kernels have: before it would be given up.
-    const auto left = began + kVerdict - 50ms - Clock::now();
+    const auto left = began + kLinger - 50ms - Clock::now();
     CHECK(!Agreement::serves(std::chrono::duration_cast<std::chrono::milliseconds>(left)));
     for (const int peer : {0, 2, 5}) {
       rank.line(peer).close();

@@ -13,6 +13,7 @@
 #include "backends/checked/duties.h"
 #include "backends/checked/open_calls.h"
 #include "backends/checked/protocol.h"
+#include "backends/checked/questions.h"
 #include "backends/checked/roster.h"
 #include "backends/checked/service.h"
 #include "base/signal_masked_thread.h"
@@ -212,7 +213,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
 
   void abort() {
     bring({0, kAborting, {}});
-    calls_.wait_for_end(kVerdict);
+    calls_.wait_for_end(kLinger);
   }
 
   void leave(Milliseconds grace) {

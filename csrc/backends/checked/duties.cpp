@@ -72,7 +72,7 @@ void Duties::say_goodbye() {
     serve();
     star_.leave(calls_.agreed());
   }
-  star_.linger(kVerdict, [&](bool is_heard) {
+  star_.linger(kLinger, [&](bool is_heard) {
     if (is_heard || service.ends_at_once()) {
       service.remove(&star_);
     }

@@ -19,8 +19,8 @@
 
 namespace c10d_ext {
 
-// What rank 0 has to find out what is the matter.
-constexpr std::chrono::milliseconds kVerdict{2000};
+// What the kernels of the others have to take what was said last.
+constexpr std::chrono::milliseconds kLinger{2000};
 
 // By one thread at a time.
 class Duties final : private Star::Listener {

@@ -7,9 +7,9 @@ namespace c10d_ext {
 
 namespace {
 
-// What a rank on another machine has to say that it is there.
-constexpr std::chrono::milliseconds kPatience{300};
-// And for its end to be heard of, where another rank has lost its line to it.
+// What the end of a rank has to be heard of, where another one could not do its part.
+constexpr std::chrono::milliseconds kNews{300};
+// And where another rank has lost its line to it.
 constexpr std::chrono::milliseconds kEndsMeanwhile{150};
 
 }  // namespace
@@ -22,9 +22,9 @@ bool Questions::has_end() const {
 void Questions::add(Question question) {
   // A rank that is gone makes itself known meanwhile.
   question.until = question.kind == kSevered   ? Clock::now() + kEndsMeanwhile
-                   : question.waits_for_news() ? Clock::now() + kPatience
+                   : question.waits_for_news() ? Clock::now() + kNews
                    : question.silent.empty()   ? Clock::now()
-                                               : Clock::now() + kPatience;
+                                               : Clock::now() + kSilent;
   questions_.push_back(std::move(question));
 }
 

@@ -13,6 +13,13 @@
 
 namespace c10d_ext {
 
+// What a rank on another machine has to answer rank 0. One that is well takes a few milliseconds;
+// on a machine that is short of processors its thread may be held up for longer, and must not be
+// taken for one that stands still.
+constexpr std::chrono::milliseconds kSilent{3000};
+// What rank 0 has to find out what is the matter: it may ask first who is there.
+constexpr std::chrono::milliseconds kVerdict = kSilent + std::chrono::milliseconds(2000);
+
 // Whether a rank in that state will not answer.
 inline bool is_stuck(const std::string& state) {
   return state == "stopped" || state == "silent";

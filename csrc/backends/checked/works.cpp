@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "backends/checked/protocol.h"
+#include "backends/checked/questions.h"
 #include "base/caller_state.h"
 #include "base/dtype.h"
 #include "base/exceptions.h"
@@ -82,9 +83,6 @@ std::string text_of(const std::exception_ptr& error) {
     return "an error of no known kind";
   }
 }
-
-// What rank 0 has for telling who is awaited, once a wait has run out.
-constexpr std::chrono::milliseconds kAnswered{1000};
 
 CollectiveError wait_timed_out(std::string_view op, const Group& place, uint64_t seq,
                                std::chrono::milliseconds timeout,
@@ -197,7 +195,7 @@ class AgreedWork final : public SignalledWork {
     std::pair<std::vector<int>, std::string> awaited;
     const uint64_t seq = number_or_zero();
     if (const auto group = agreement_.lock()) {
-      awaited = group->awaited(seq, kAnswered);
+      awaited = group->awaited(seq, kVerdict);
     }
     return std::make_exception_ptr(wait_timed_out(op(), place_, seq, timeout, awaited));
   }
@@ -484,7 +482,7 @@ StartedMessage start_granted(const std::shared_ptr<Agreement>& agreement, const 
   };
   const auto late = [op, place, agreement,
                      number = work->getSequencenumber()](Milliseconds timeout) {
-    const auto awaited = agreement->awaited_by_message(number, kAnswered);
+    const auto awaited = agreement->awaited_by_message(number, kVerdict);
     return std::make_exception_ptr(wait_timed_out(op, place, 0, timeout, awaited));
   };
   // While a message waits for its other end, who waits for it takes in what comes.
