@@ -31,6 +31,8 @@ Call = Callable[[], Any]
 
 # shm+gloo, called by torch.distributed.
 BY_TORCH = "shm+gloo by torch"
+# The flat fall-back a second time: how two peers that do the same differ.
+CONTROL = "flat again"
 BLOCK = 0.12  # seconds of calls between two looks at the clock
 MOST = 400
 
@@ -50,6 +52,7 @@ def _groups(engines: list[str], places: list[int]) -> dict[str, Any]:
     groups = {"gloo": dist.group.WORLD}
     with _environment(TORCH_C10D_EXT_SHM_DISABLE="1"):
         groups["flat"] = dist.new_group(backend="shm")
+        groups[CONTROL] = dist.new_group(backend="shm")
     if "mpi" in engines:
         groups["mpi"] = dist.new_group(backend="cpu:mpi")
     for engine in engines:
@@ -262,9 +265,9 @@ def main() -> None:
     for collective, size in plan["cases"]:
         calls = _calls(collective, size, groups, mpi)
         times = measure(calls, plan["rounds"], f"{collective} {size}")
-        by_torch = times.pop(BY_TORCH, None)
+        apart = {"by_torch": times.pop(BY_TORCH, None), "again": times.pop(CONTROL)}
         if dist.get_rank() == 0:
-            case = {"collective": collective, "size": size, "times": times, "by_torch": by_torch}
+            case = {"collective": collective, "size": size, "times": times, **apart}
             print(json.dumps(case), flush=True)
     dist.barrier()
     dist.destroy_process_group()
