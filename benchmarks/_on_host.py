@@ -150,43 +150,58 @@ def measure(calls: dict[str, Call], rounds: int, case: str) -> dict[str, list[fl
     return times
 
 
-def _link(hosts: list[int]) -> tuple[float, float]:
-    """Seconds from one host to the next, one way, and bytes per second, by a socket alone."""
-    rank, first, last = dist.get_rank(), 0, hosts.index(1)
-    port, address = 29700, os.environ["MASTER_ADDR"]
-    found = torch.zeros(2, dtype=torch.float64)
-    if rank == first:
-        server = socket.create_server(("", port))
-    dist.barrier()
-    if rank in (first, last):
-        peer = server.accept()[0] if rank == first else socket.create_connection((address, port))
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+class _Link:
+    """A socket from rank 0's host to the next one, for what the link itself takes."""
+
+    def __init__(self, hosts: list[int]) -> None:
+        self._is_first = dist.get_rank() == 0
+        self._is_last = dist.get_rank() == hosts.index(1)
+        self._medians: list[float] = []
+        port = 29700
+        if self._is_first:
+            server = socket.create_server(("", port))
+        dist.barrier()
+        if self._is_first:
+            self._peer = server.accept()[0]
+            server.close()
+        elif self._is_last:
+            self._peer = socket.create_connection((os.environ["MASTER_ADDR"], port))
+        if self._is_first or self._is_last:
+            self._peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def look(self) -> None:
+        """Measures its latency once more, while the other ranks sleep."""
+        dist.barrier()
         trips = []
-        for _ in range(200):
-            if rank == first:
+        for _ in range(100):
+            if self._is_first:
                 start = time.perf_counter()
-                peer.sendall(b"12345678")
-                peer.recv(8)
+                self._peer.sendall(b"12345678")
+                self._peer.recv(8)
                 trips.append((time.perf_counter() - start) / 2)
-            else:
-                peer.sendall(peer.recv(8))
-        size = 1 << 25
-        if rank == first:
+            elif self._is_last:
+                self._peer.sendall(self._peer.recv(8))
+        self._medians += [statistics.median(trips)] if self._is_first else []
+        dist.barrier()
+
+    def latency(self) -> float:
+        """Seconds one way, of which half the looks took less. Rank 0's."""
+        return statistics.median(self._medians)
+
+    def rate(self) -> float:
+        """Bytes per second. Rank 0's."""
+        size, seconds = 1 << 25, 1.0
+        if self._is_first:
             start = time.perf_counter()
-            peer.sendall(bytes(size))
-            peer.recv(1)
-            found[0] = statistics.median(trips)
-            found[1] = size / (time.perf_counter() - start)
-        else:
+            self._peer.sendall(bytes(size))
+            self._peer.recv(1)
+            seconds = time.perf_counter() - start
+        elif self._is_last:
             left, buffer = size, bytearray(1 << 20)
             while left:
-                left -= peer.recv_into(buffer)
-            peer.sendall(b"1")
-        peer.close()
-    if rank == first:
-        server.close()
-    dist.broadcast(found, 0)
-    return float(found[0]), float(found[1])
+                left -= self._peer.recv_into(buffer)
+            self._peer.sendall(b"1")
+        return size / seconds
 
 
 def _rate_of_all(hosts: list[int]) -> float:
@@ -247,28 +262,32 @@ def mpich(packages: str) -> Any:
 
 
 def main() -> None:
-    """Measures what the first argument says, as JSON; rank 0 prints a line for each case."""
+    """Measures what the first argument says, as JSON.
+
+    Rank 0 prints a line for each case, and one for the link, whose latency is measured between
+    cases: at any one time the machine may be slow.
+    """
     plan = json.loads(sys.argv[1])
     dist.init_process_group("gloo", timeout=dt.timedelta(seconds=120))
     groups = _groups(plan["engines"], plan["places"])
     mpi = mpich(plan["mpi4py"]) if "mpi" in plan["engines"] else None
-    latency, rate = _link(plan["places"])
-    link = {
-        "latency": latency,
-        "rate": rate,
+    link = _Link(plan["places"])
+    rates = {
+        "rate": link.rate(),
         "together": _rate_of_all(plan["places"]),
         "inside": _rate_inside(plan["places"]),
-        "mpich": mpi is not None,
     }
-    if dist.get_rank() == 0:
-        print(json.dumps(link), flush=True)
     for collective, size in plan["cases"]:
+        link.look()
         calls = _calls(collective, size, groups, mpi)
         times = measure(calls, plan["rounds"], f"{collective} {size}")
         apart = {"by_torch": times.pop(BY_TORCH, None), "again": times.pop(CONTROL)}
         if dist.get_rank() == 0:
             case = {"collective": collective, "size": size, "times": times, **apart}
             print(json.dumps(case), flush=True)
+    if dist.get_rank() == 0:
+        whole = {"latency": link.latency(), **rates, "mpich": mpi is not None}
+        print(json.dumps(whole), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

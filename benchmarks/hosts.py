@@ -130,7 +130,7 @@ def measure(layout: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             raise RuntimeError(f"{layout}: ranks ended with {codes}\n{said}")
         lines = logs[0].read_text().splitlines()
         measure_others(options.rounds // 2)
-    link, *cases = [json.loads(line) for line in lines if line.startswith("{")]
+    *cases, link = [json.loads(line) for line in lines if line.startswith("{")]
     for case in cases:
         key = (case["collective"], case["size"])
         for name, (before, after) in others.items():

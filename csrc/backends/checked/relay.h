@@ -2,8 +2,9 @@
 
 // A leader's part: it passes the calls of its host's ranks with their data on to rank 0 and, where
 // all of them gave some, to the other leaders, and gives its own ranks the word to go once it has
-// all calls. What is not agreed on so, as some rank gave no data, or as they do not fit together,
-// rank 0 tells all ranks. No torch in here.
+// all calls. Data that is to be reduced it reduces before each of the two (host_sums.h). What is
+// not agreed on so, as some rank gave no data, or as they do not fit together, rank 0 tells all
+// ranks. No torch in here.
 
 #include <cstdint>
 #include <deque>
