@@ -83,18 +83,21 @@ def measure(layout: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """What rank 0 of one layout says: the link, then each case."""
     hosts, ranks = LAYOUTS[layout]
     places = [host for host in range(hosts) for _ in range(ranks)]
+    wanted = [
+        (collective, size)
+        for collective in options.only
+        for size in options.sizes
+        if collective != "send_recv_far" or hosts > 2
+    ]
+    if not wanted:
+        raise ValueError(f"{layout}: send_recv_far must be measured on more than 2 hosts, got 2")
     packages = sorted(ROOT.glob("build/peers/mpich/lib/python*/site-packages"))
     plan = {
         "engines": ["gloo", "mpi"],
         "places": places,
         "mpi4py": options.mpi4py or (str(packages[0]) if packages else ""),
         "rounds": options.rounds,
-        "cases": [
-            (collective, size)
-            for collective in options.only
-            for size in options.sizes
-            if collective != "send_recv_far" or hosts > 2
-        ],
+        "cases": wanted,
     }
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -104,7 +107,7 @@ def measure(layout: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
         def measure_others(rounds: int) -> None:
             for name, found in others.items():
-                found.append(_open_mpi.measure(name, network, hosts, ranks, rounds, plan["cases"]))
+                found.append(_open_mpi.measure(name, network, hosts, ranks, rounds, wanted))
 
         measure_others(options.rounds - options.rounds // 2)
         logs = [Path(folder) / str(rank) for rank in range(len(places))]

@@ -1,6 +1,7 @@
 // What rank 0 makes of the calls of ranks on several hosts, and of what it hears of them. Run
 // without arguments it runs every test; with arguments, those named.
 
+#include <algorithm>
 #include <chrono>
 #include <optional>
 #include <string>
@@ -138,6 +139,50 @@ void a_leader_that_does_not_pass_on_is_named() {
                 "the collective 1 must be done within 1 s, got no answer from rank 2 (pid ");
       CHECK_HAS(end.why, "on b, silent)");
     }
+  }
+}
+
+// A rank that is well, on a busy machine, may take a while to answer.
+void who_does_not_answer_is_silent_after_a_while() {
+  for (const auto kind : {kLate, kBroken}) {
+    Root root(kThree);
+    for (int rank = 0; rank < 6; ++rank) {
+      if (kind == kBroken || rank != 3) {
+        root.call(rank, 1);
+      }
+    }
+    const auto before = Clock::now();
+    root.hear(0, kind, Payload().put(1).put("what is the matter"));
+    const auto asked = root.told(kPing);
+    CHECK(std::find(asked.begin(), asked.end(), 3) != asked.end());
+    for (const int rank : {2, 4, 5}) {
+      root.hear(rank, kPong, pong(1));
+    }
+    root.look(before + kSilent - 1ms);
+    CHECK(root.told(kOver).empty());
+    root.look(Clock::now() + kSilent);
+    const End end = root.end();
+    CHECK((end.kind == Kind::Timeout && end.ranks == std::vector<int>{3}));
+    CHECK_HAS(end.why, "on b, silent)");
+  }
+}
+
+// While it is not known yet who does not answer, what else is the matter is asked, too.
+void one_question_does_not_keep_another() {
+  for (const auto kind : {kBroken, kSevered}) {
+    Root root(kThree);
+    for (int rank = 0; rank < 6; ++rank) {
+      root.call(rank, 1);
+    }
+    root.hear(0, kLate, Payload().put(1).put("what is the matter"));
+    root.hear(2, kind, kind == kSevered ? Payload().put(4) : Payload().put(1).put("no data"));
+    for (int rank = 2; rank < 6; ++rank) {
+      root.hear(rank, kPong, pong(1));  // nobody is late
+    }
+    root.look_later();
+    const End end = root.end();
+    CHECK(end.kind == (kind == kSevered ? Kind::RankLost : Kind::Timeout));
+    CHECK_HAS(end.why, kind == kSevered ? "on c, unreachable)" : "got no data");
   }
 }
 
@@ -365,6 +410,8 @@ const std::vector<Test> kTests = {
     TEST(rank_0_gives_its_own_host_the_word_to_go),
     TEST(a_call_that_a_leader_has_agreed_on_is_waited_for),
     TEST(a_leader_that_does_not_pass_on_is_named),
+    TEST(who_does_not_answer_is_silent_after_a_while),
+    TEST(one_question_does_not_keep_another),
     TEST(rank_0_takes_calls_in_their_order),
     TEST(a_rank_says_how_many_it_has_called),
     TEST(a_leader_says_how_many_its_host_has_called),

@@ -64,6 +64,26 @@ bool is_gone(const Roster& roster, const OpenCalls& calls, int rank) {
   return end && end->kind == Kind::RankLost && (names(kGone) || names(kUnreachable));
 }
 
+// What rank 0 answers; that it is stopped where this rank sees that.
+Difference answer(const Roster& roster, OpenCalls& calls, OpenCalls::Asked asked,
+                  Milliseconds within, const std::function<void()>& look) {
+  constexpr Milliseconds kLook{50};
+  try {
+    for (const auto until = Clock::now() + within;;) {
+      const bool is_stopped = roster.is_root_stopped();
+      const bool gives_up = is_stopped || Clock::now() + kLook >= until;
+      if (auto who = calls.answer(asked, kLook, gives_up)) {
+        return who->ranks.empty() && is_stopped ? Difference{roster.describe(0, "stopped"), {0}}
+                                                : std::move(*who);
+      }
+      look();
+    }
+  } catch (...) {
+    calls.answer(asked, Milliseconds(0), /*gives_up=*/true);
+    throw;
+  }
+}
+
 // Of one caller at a time.
 class HelpersSeat {
  public:
@@ -187,14 +207,15 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
 
   // Of collective or message `number`.
   std::pair<std::vector<int>, std::string> awaited(Says question, uint64_t number,
-                                                   Milliseconds within) {
+                                                   Milliseconds within,
+                                                   const std::function<void()>& look) {
     if (is_foreign()) {
       return {};
     }
     calls_.expect_answer({question, number});
     duties_.star().wake();
-    const auto who = calls_.answer({question, number}, within);
-    return who ? std::pair(who->ranks, who->text) : std::pair<std::vector<int>, std::string>();
+    auto who = answer(roster_, calls_, {question, number}, within, look);
+    return {std::move(who.ranks), std::move(who.text)};
   }
 
   std::optional<int> gone(int rank) const {
@@ -213,7 +234,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
 
   void abort() {
     bring({0, kAborting, {}});
-    calls_.wait_for_end(kLinger);
+    calls_.failure("", 0, kLinger);  // until it is known here, too
   }
 
   void leave(Milliseconds grace) {
@@ -474,13 +495,14 @@ uint64_t Agreement::post(Message message) {
   return impl_->post(std::move(message));
 }
 
-std::pair<std::vector<int>, std::string> Agreement::awaited(uint64_t seq, Milliseconds within) {
-  return impl_->awaited(kAsking, seq, within);
+std::pair<std::vector<int>, std::string> Agreement::awaited(uint64_t seq, Milliseconds within,
+                                                            const std::function<void()>& look) {
+  return impl_->awaited(kAsking, seq, within, look);
 }
 
-std::pair<std::vector<int>, std::string> Agreement::awaited_by_message(uint64_t number,
-                                                                       Milliseconds within) {
-  return impl_->awaited(kAskingOfMessage, number, within);
+std::pair<std::vector<int>, std::string> Agreement::awaited_by_message(
+    uint64_t number, Milliseconds within, const std::function<void()>& look) {
+  return impl_->awaited(kAskingOfMessage, number, within, look);
 }
 
 bool Agreement::help(uint64_t seq, Clock::time_point until, Clock::time_point begun) {

@@ -122,11 +122,14 @@ class Agreement {
   // know it.
   std::optional<Failure> failure(const std::string& op, uint64_t seq, Milliseconds within) const;
   // The ranks that have not called collective `seq`, and a text that names them with their states;
-  // none where all have, or where rank 0 does not say so in time.
-  std::pair<std::vector<int>, std::string> awaited(uint64_t seq, Milliseconds within);
+  // none where all have, or where rank 0 does not say so in time. Rank 0 where it is stopped, as
+  // far as this rank can see. Calls `look` now and then, which may throw.
+  std::pair<std::vector<int>, std::string> awaited(
+      uint64_t seq, Milliseconds within, const std::function<void()>& look = [] {});
   // Whom a message waits for: its other end, also where that has sent what is not here yet; none
   // where it waits for nobody, or for anybody.
-  std::pair<std::vector<int>, std::string> awaited_by_message(uint64_t number, Milliseconds within);
+  std::pair<std::vector<int>, std::string> awaited_by_message(
+      uint64_t number, Milliseconds within, const std::function<void()>& look = [] {});
   // The pid of a rank whose process is gone, as far as is known.
   std::optional<int> gone(int rank) const;
   // Whether a collective has failed after it was begun: whoever does it may never come to an end.

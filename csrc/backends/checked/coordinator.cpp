@@ -245,8 +245,8 @@ std::vector<int> Coordinator::awaited_by(const Question& question) const {
 }
 
 void Coordinator::ask(Question question, const std::vector<int>& ranks) {
-  // Of one that ends the group one is enough.
-  if (has_ended_ || (question.ends_group() && questions_.has_end())) {
+  // Of one that ends the group one of a kind is enough.
+  if (has_ended_ || (question.ends_group() && questions_.has(question.kind))) {
     return;
   }
   for (const int rank : ranks) {

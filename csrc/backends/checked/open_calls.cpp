@@ -128,19 +128,17 @@ void OpenCalls::ask(Asked asked) {
   news_.push_back({number, kind, Payload().put(static_cast<int64_t>(number)).put(sender)});
 }
 
-std::optional<Difference> OpenCalls::answer(Asked asked, Milliseconds within) {
+std::optional<Difference> OpenCalls::answer(Asked asked, Milliseconds within, bool gives_up) {
   std::unique_lock lock(mutex_);
-  changed_.wait_until(lock, after(within), [&] {
+  const bool is_over = changed_.wait_until(lock, after(within), [&] {
     const auto found = asked_.find(asked);
     return found == asked_.end() || found->second || table_.end() || leaving_;
   });
+  if (!is_over && !gives_up) {
+    return std::nullopt;
+  }
   const auto answer = asked_.extract(asked);
-  return answer ? answer.mapped() : std::nullopt;
-}
-
-void OpenCalls::wait_for_end(Milliseconds within) const {
-  std::unique_lock lock(mutex_);
-  changed_.wait_until(lock, after(within), [this] { return table_.end().has_value(); });
+  return answer && answer.mapped() ? answer.mapped() : Difference();
 }
 
 void OpenCalls::leave(std::optional<Milliseconds> grace) {

@@ -67,9 +67,9 @@ class OpenCalls {
   // Where a collective has failed after it was begun.
   bool has_abandoned() const;
   void expect_answer(Asked asked);
-  // None where it does not come in time.
-  std::optional<Difference> answer(Asked asked, Milliseconds within);
-  void wait_for_end(Milliseconds within) const;
+  // None where it does not come within that time, but may. Of nobody where none comes, or not in
+  // time for who gives up.
+  std::optional<Difference> answer(Asked asked, Milliseconds within, bool gives_up);
   // Nothing is entered from here on. What is there has `grace` to end, where there is any.
   void leave(std::optional<Milliseconds> grace);
   void wait_until_left() const;

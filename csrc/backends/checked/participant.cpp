@@ -206,12 +206,8 @@ void Participant::tell_news() {
   }
 }
 
-bool Participant::is_root_stopped() const {
-  return roster_.place().rank != 0 && roster_.is_near(0) && roster_.process_state(0) == "stopped";
-}
-
 void Participant::look(Clock::time_point now) {
-  auto late = calls_.take_late(now, [this] { return is_root_stopped(); });
+  auto late = calls_.take_late(now, [this] { return roster_.is_root_stopped(); });
   for (const auto& [kind, seq, what, sender] : late.questions) {
     Payload words = Payload().put(static_cast<int64_t>(seq)).put(what);
     if (kind == kOverdue) {

@@ -65,7 +65,6 @@ class Participant {
   void say_call(const Calling& call);
   void finish(End end);
   void lose_everybody();
-  bool is_root_stopped() const;
 
   const Roster& roster_;
   OpenCalls& calls_;

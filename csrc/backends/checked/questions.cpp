@@ -14,17 +14,19 @@ constexpr std::chrono::milliseconds kEndsMeanwhile{150};
 
 }  // namespace
 
-bool Questions::has_end() const {
+bool Questions::has(Says kind) const {
   return std::any_of(questions_.begin(), questions_.end(),
-                     [](const Question& question) { return question.ends_group(); });
+                     [kind](const Question& question) { return question.kind == kind; });
 }
 
 void Questions::add(Question question) {
+  const auto now = Clock::now();
   // A rank that is gone makes itself known meanwhile.
-  question.until = question.kind == kSevered   ? Clock::now() + kEndsMeanwhile
-                   : question.waits_for_news() ? Clock::now() + kNews
-                   : question.silent.empty()   ? Clock::now()
-                                               : Clock::now() + kSilent;
+  const auto news = question.kind == kSevered   ? kEndsMeanwhile
+                    : question.waits_for_news() ? kNews
+                                                : std::chrono::milliseconds(0);
+  question.from = now + news;
+  question.until = now + (question.kind == kSevered ? news : kSilent);
   questions_.push_back(std::move(question));
 }
 
@@ -37,7 +39,7 @@ void Questions::hear(int rank) {
 Questions::Clock::time_point Questions::next() const {
   auto next = Clock::time_point::max();
   for (const auto& question : questions_) {
-    next = std::min(next, question.until);
+    next = std::min(next, question.silent.empty() ? question.from : question.until);
   }
   return next;
 }
@@ -45,8 +47,7 @@ Questions::Clock::time_point Questions::next() const {
 std::vector<Question> Questions::take_ripe(Clock::time_point now) {
   std::vector<Question> ripe;
   std::erase_if(questions_, [&](const Question& question) {
-    const bool answered = question.silent.empty() && !question.waits_for_news();
-    if (answered || question.until <= now) {
+    if ((question.silent.empty() ? question.from : question.until) <= now) {
       ripe.push_back(question);
       return true;
     }

@@ -34,7 +34,8 @@ struct Question {
   std::string why;
   int of = 0;
   int sender = -1;  // whose message `of` waits for; -1: it does not know
-  std::chrono::steady_clock::time_point until{};
+  // Not answered before, for its answer may be on its way; and not after.
+  std::chrono::steady_clock::time_point from{}, until{};
   std::set<int> silent{};
 
   // Its answer ends the group.
@@ -51,8 +52,8 @@ class Questions {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // Whether one is open whose answer ends the group.
-  bool has_end() const;
+  // Whether one of that kind is open.
+  bool has(Says kind) const;
   // It is answered once the ranks that are silent have said that they are there, or have had their
   // time.
   void add(Question question);

@@ -66,6 +66,10 @@ class Roster {
   int pid(int rank) const {
     return member(rank).peer.pid;
   }
+  // As far as this rank, which is another one, can see.
+  bool is_root_stopped() const {
+    return place_.rank != 0 && is_near(0) && process_state(0) == "stopped";
+  }
   // "rank 1 (pid 1234, gone)", or "rank 1 (pid 1234 on node7, gone)" where hosts are several
   std::string describe(int rank, const std::string& state) const;
   std::string describe(const std::vector<int>& ranks,

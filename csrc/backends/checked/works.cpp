@@ -195,7 +195,7 @@ class AgreedWork final : public SignalledWork {
     std::pair<std::vector<int>, std::string> awaited;
     const uint64_t seq = number_or_zero();
     if (const auto group = agreement_.lock()) {
-      awaited = group->awaited(seq, kVerdict);
+      without_gil([&] { awaited = group->awaited(seq, kVerdict, check_signals); });
     }
     return std::make_exception_ptr(wait_timed_out(op(), place_, seq, timeout, awaited));
   }
@@ -482,7 +482,8 @@ StartedMessage start_granted(const std::shared_ptr<Agreement>& agreement, const 
   };
   const auto late = [op, place, agreement,
                      number = work->getSequencenumber()](Milliseconds timeout) {
-    const auto awaited = agreement->awaited_by_message(number, kVerdict);
+    std::pair<std::vector<int>, std::string> awaited;
+    without_gil([&] { awaited = agreement->awaited_by_message(number, kVerdict, check_signals); });
     return std::make_exception_ptr(wait_timed_out(op, place, 0, timeout, awaited));
   };
   // While a message waits for its other end, who waits for it takes in what comes.
