@@ -169,21 +169,28 @@ void who_does_not_answer_is_silent_after_a_while() {
 
 // While it is not known yet who does not answer, what else is the matter is asked, too.
 void one_question_does_not_keep_another() {
-  for (const auto kind : {kBroken, kSevered}) {
+  const auto ended = [](Says kind, Payload words) {
     Root root(kThree);
     for (int rank = 0; rank < 6; ++rank) {
       root.call(rank, 1);
     }
-    root.hear(0, kLate, Payload().put(1).put("what is the matter"));
-    root.hear(2, kind, kind == kSevered ? Payload().put(4) : Payload().put(1).put("no data"));
+    root.hear(0, kLate, Payload().put(1).put("first"));
+    root.hear(2, kind, std::move(words));
     for (int rank = 2; rank < 6; ++rank) {
-      root.hear(rank, kPong, pong(1));  // nobody is late
+      root.hear(rank, kPong, pong(1));  // nobody is late for the first
     }
     root.look_later();
-    const End end = root.end();
-    CHECK(end.kind == (kind == kSevered ? Kind::RankLost : Kind::Timeout));
-    CHECK_HAS(end.why, kind == kSevered ? "on c, unreachable)" : "got no data");
-  }
+    return root.end();
+  };
+  const auto severed = ended(kSevered, Payload().put(4));
+  CHECK(severed.kind == Kind::RankLost);
+  CHECK_HAS(severed.why, "on c, unreachable)");
+  const auto broken = ended(kBroken, Payload().put(1).put("no data"));
+  CHECK(broken.kind == Kind::Timeout);
+  CHECK_HAS(broken.why, "got no data");
+  const auto late = ended(kLate, Payload().put(2).put("second"));
+  CHECK((late.kind == Kind::Timeout && late.ranks.size() == 6));
+  CHECK_HAS(late.why, "the second, got no answer from");
 }
 
 // By leaders, and by the ranks themselves what has no data, which may be sooner.

@@ -245,8 +245,8 @@ std::vector<int> Coordinator::awaited_by(const Question& question) const {
 }
 
 void Coordinator::ask(Question question, const std::vector<int>& ranks) {
-  // Of one that ends the group one of a kind is enough.
-  if (has_ended_ || (question.ends_group() && questions_.has(question.kind))) {
+  // What ends the group ends it for all who ask.
+  if (has_ended_ || (question.ends_group() && questions_.has(question))) {
     return;
   }
   for (const int rank : ranks) {

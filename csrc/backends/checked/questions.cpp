@@ -14,9 +14,10 @@ constexpr std::chrono::milliseconds kEndsMeanwhile{150};
 
 }  // namespace
 
-bool Questions::has(Says kind) const {
-  return std::any_of(questions_.begin(), questions_.end(),
-                     [kind](const Question& question) { return question.kind == kind; });
+bool Questions::has(const Question& question) const {
+  return std::any_of(questions_.begin(), questions_.end(), [&](const Question& open) {
+    return open.kind == question.kind && open.seq == question.seq;
+  });
 }
 
 void Questions::add(Question question) {

@@ -52,8 +52,8 @@ class Questions {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // Whether one of that kind is open.
-  bool has(Says kind) const;
+  // Whether one is open that has the same answer.
+  bool has(const Question& question) const;
   // It is answered once the ranks that are silent have said that they are there, or have had their
   // time.
   void add(Question question);
