@@ -89,7 +89,10 @@ void SignalledWork::await(std::chrono::milliseconds timeout) {
     return wait_interruptibly(changed, lock, until, is_over);
   });
   if (!ended) {
-    std::rethrow_exception(late(timeout));
+    const auto error = late(timeout);
+    if (!own_.settled()) {  // as it may be by now: to find out whom it waits for takes a while
+      std::rethrow_exception(error);
+    }
   }
 }
 

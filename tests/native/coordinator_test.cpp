@@ -167,6 +167,20 @@ void who_does_not_answer_is_silent_after_a_while() {
   }
 }
 
+void who_leaves_is_asked_no_more() {
+  Root root(kThree);
+  for (int rank = 0; rank < 6; ++rank) {
+    root.call(rank, 1);
+  }
+  root.hear(0, kBroken, Payload().put(1).put("no data"));
+  for (const int rank : {2, 4, 5}) {
+    root.hear(rank, kPong, pong(1));
+  }
+  root.hear(3, kLeaving, Payload().put(1));
+  root.look(Clock::now() + kSilent / 3);
+  CHECK_HAS(root.end().why, "on b, left the group)");
+}
+
 // While it is not known yet who does not answer, what else is the matter is asked, too.
 void one_question_does_not_keep_another() {
   const auto ended = [](Says kind, Payload words) {
@@ -418,6 +432,7 @@ const std::vector<Test> kTests = {
     TEST(a_call_that_a_leader_has_agreed_on_is_waited_for),
     TEST(a_leader_that_does_not_pass_on_is_named),
     TEST(who_does_not_answer_is_silent_after_a_while),
+    TEST(who_leaves_is_asked_no_more),
     TEST(one_question_does_not_keep_another),
     TEST(rank_0_takes_calls_in_their_order),
     TEST(a_rank_says_how_many_it_has_called),

@@ -131,6 +131,7 @@ void Coordinator::hear(int rank, uint32_t kind, Payload& words) {
         tell_others(roster_.leaders(), kSingly, {});  // who calls more is to hear of it at once
       }
       progress_.leave(rank, static_cast<uint64_t>(words.number()));
+      questions_.hear(rank);
       messages_.leave(rank);
       compare();
       break;
@@ -165,6 +166,7 @@ void Coordinator::lose(const std::vector<int>& ranks, const std::string& how) {
   }
   end_for_all(progress_.lost());
   for (const int rank : ranks) {
+    questions_.hear(rank);
     // What it had done it may have sent.
     tell_all(kDoomed, Payload().put(static_cast<int64_t>(progress_.done(rank) + 1)));
   }
@@ -261,6 +263,9 @@ void Coordinator::ask(Question question, const std::vector<int>& ranks) {
 }
 
 void Coordinator::answer(const Question& question) {
+  if (has_ended_ && question.ends_group()) {
+    return;
+  }
   const auto state_of = [&](int rank) -> std::string {
     return !progress_.is_there(rank)          ? progress_.how_left(rank)
            : roster_.is_near(rank)            ? roster_.process_state(rank)
@@ -287,11 +292,9 @@ void Coordinator::answer(const Question& question) {
     return;
   }
   if (question.kind == kSevered) {
-    if (!has_ended_) {
-      // A host that is off does not answer, and this one may not have noticed yet.
-      const auto& silent = question.silent;
-      lose({silent.size() == 1 ? *silent.begin() : question.of}, kUnreachable);
-    }
+    // A host that is off does not answer, and this one may not have noticed yet.
+    const auto& silent = question.silent;
+    lose({silent.size() == 1 ? *silent.begin() : question.of}, kUnreachable);
     return;
   }
   if (question.kind == kLate) {

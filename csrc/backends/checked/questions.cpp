@@ -16,7 +16,7 @@ constexpr std::chrono::milliseconds kEndsMeanwhile{150};
 
 bool Questions::has(const Question& question) const {
   return std::any_of(questions_.begin(), questions_.end(), [&](const Question& open) {
-    return open.kind == question.kind && open.seq == question.seq;
+    return open.kind == question.kind && open.seq == question.seq && open.of == question.of;
   });
 }
 

@@ -57,7 +57,7 @@ class Questions {
   // It is answered once the ranks that are silent have said that they are there, or have had their
   // time.
   void add(Question question);
-  // A rank says that it is there.
+  // A rank says that it is there, or is known to be no more.
   void hear(int rank);
   // When there is something to take_ripe().
   Clock::time_point next() const;
