@@ -19,6 +19,7 @@
 #include "backends/checked/duties.h"
 #include "backends/checked/open_calls.h"
 #include "backends/checked/protocol.h"
+#include "backends/checked/questions.h"
 #include "backends/checked/roster.h"
 #include "control/connection.h"
 #include "control/landing.h"
@@ -41,7 +42,7 @@ class Rank {
  public:
   Rank(int rank, const std::vector<std::string>& hosts, const std::vector<int>& peers)
       : roster_(roster_of(rank, hosts)),
-        calls_(roster_, std::chrono::seconds(2)),
+        calls_(roster_, kVerdict),
         duties_(roster_, calls_, connect(hosts.size(), peers), watch(hosts.size(), peers), {}) {}
 
   // Calls a collective with data of its own.
