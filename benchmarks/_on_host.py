@@ -185,7 +185,7 @@ class _Link:
         dist.barrier()
 
     def latency(self) -> float:
-        """Seconds one way, of which half the looks took less. Rank 0's."""
+        """Seconds one way, the median of all looks. Rank 0's."""
         return statistics.median(self._medians)
 
     def rate(self) -> float:

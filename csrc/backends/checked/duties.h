@@ -19,7 +19,7 @@
 
 namespace c10d_ext {
 
-// What the kernels of the others have to take what was said last.
+// How long a rank that leaves, or aborts, waits until the others have what it said last.
 constexpr std::chrono::milliseconds kLinger{2000};
 
 // By one thread at a time.

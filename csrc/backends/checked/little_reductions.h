@@ -15,7 +15,7 @@
 
 namespace c10d_ext {
 
-// Of what has come.
+// Throws where the data that came is not of the size that this rank expects.
 void check_size(bool fits);
 size_t bytes_of_all(at::TensorList tensors);
 
@@ -27,7 +27,7 @@ inline constexpr size_t kMostUncut = 4096;
 // they do not.
 std::optional<ReducedBy> reduced_by_leaders(const HeldRequest& request, const Little& little);
 
-// None of what lowering is to make something.
+// None where lowering is to make it.
 std::optional<Piggyback> piggyback_of_reduction(const HeldRequest& request, const Group& group,
                                                 const Little& little);
 

@@ -67,8 +67,8 @@ class OpenCalls {
   // Where a collective has failed after it was begun.
   bool has_abandoned() const;
   void expect_answer(Asked asked);
-  // None where it does not come within that time, but may. Of nobody where none comes, or not in
-  // time for who gives up.
+  // None where it has not come within that time, but may. It names nobody where none will come, or
+  // where the caller gives up.
   std::optional<Difference> answer(Asked asked, Milliseconds within, bool gives_up);
   // Nothing is entered from here on. What is there has `grace` to end, where there is any.
   void leave(std::optional<Milliseconds> grace);

@@ -7,9 +7,9 @@ namespace c10d_ext {
 
 namespace {
 
-// What the end of a rank has to be heard of, where another one could not do its part.
+// How long rank 0 waits to hear that a rank has ended, where the data of another one has not come.
 constexpr std::chrono::milliseconds kNews{300};
-// And where another rank has lost its line to it.
+// The same where another rank has lost its line to it.
 constexpr std::chrono::milliseconds kEndsMeanwhile{150};
 
 }  // namespace

@@ -13,11 +13,10 @@
 
 namespace c10d_ext {
 
-// What a rank on another machine has to answer rank 0. One that is well takes a few milliseconds;
-// on a machine that is short of processors its thread may be held up for longer, and must not be
-// taken for one that stands still.
+// How long rank 0 waits for the answer of a rank on another machine before it calls that silent. A
+// rank that is well answers within milliseconds, or later where its machine is short of processors.
 constexpr std::chrono::milliseconds kSilent{3000};
-// What rank 0 has to find out what is the matter: it may ask first who is there.
+// How long other ranks wait for rank 0 to tell what is the matter: it may ask first who is there.
 constexpr std::chrono::milliseconds kVerdict = kSilent + std::chrono::milliseconds(2000);
 
 // Whether a rank in that state will not answer.
@@ -34,7 +33,7 @@ struct Question {
   std::string why;
   int of = 0;
   int sender = -1;  // whose message `of` waits for; -1: it does not know
-  // Not answered before, for its answer may be on its way; and not after.
+  // Rank 0 answers it not before, as news may be on their way, and not after.
   std::chrono::steady_clock::time_point from{}, until{};
   std::set<int> silent{};
 
@@ -52,12 +51,12 @@ class Questions {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // Whether one is open that has the same answer.
+  // Whether the same question is open.
   bool has(const Question& question) const;
   // It is answered once the ranks that are silent have said that they are there, or have had their
   // time.
   void add(Question question);
-  // A rank says that it is there, or is known to be no more.
+  // A rank has answered, or is gone.
   void hear(int rank);
   // When there is something to take_ripe().
   Clock::time_point next() const;
