@@ -150,7 +150,7 @@ def measure(calls: dict[str, Call], rounds: int, case: str) -> dict[str, list[fl
     return times
 
 
-class _Link:
+class _LinkProbe:
     """A socket from rank 0's host to the next one, for what the link itself takes."""
 
     def __init__(self, hosts: list[int]) -> None:
@@ -271,7 +271,7 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=dt.timedelta(seconds=120))
     groups = _groups(plan["engines"], plan["places"])
     mpi = mpich(plan["mpi4py"]) if "mpi" in plan["engines"] else None
-    link = _Link(plan["places"])
+    link = _LinkProbe(plan["places"])
     rates = {
         "rate": link.rate(),
         "together": _rate_of_all(plan["places"]),

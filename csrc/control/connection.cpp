@@ -30,9 +30,16 @@ void Connection::say(uint32_t kind, const Payload& sentence) {
   const auto& words = sentence.words();
   const Heading heading{static_cast<uint32_t>(words.size()), kind, sentence.attached_bytes()};
   const std::string_view head(reinterpret_cast<const char*>(&heading), sizeof(heading));
-  std::vector<std::string_view> pieces{head, words};
-  pieces.insert(pieces.end(), sentence.attached().begin(), sentence.attached().end());
-  size_t sent = unsent_.empty() ? send(pieces) : 0;
+  size_t sent = 0;
+  if (!unsent_.empty()) {
+    // It waits for its turn.
+  } else if (sentence.attached().empty()) {
+    sent = send(std::array{head, std::string_view(words)});
+  } else {
+    std::vector<std::string_view> pieces{head, words};
+    pieces.insert(pieces.end(), sentence.attached().begin(), sentence.attached().end());
+    sent = send(pieces);
+  }
 
   // What is attached is kept as it is.
   const auto take = [&sent](size_t size) {
@@ -55,7 +62,7 @@ void Connection::say(uint32_t kind, const Payload& sentence) {
 }
 
 void Connection::flush() {
-  size_t sent = send({unsent_.begin(), unsent_.end()});
+  size_t sent = send(std::vector<std::string_view>(unsent_.begin(), unsent_.end()));
   while (sent > 0) {
     auto& first = unsent_.front();
     const size_t size = first.size();
@@ -68,7 +75,7 @@ void Connection::flush() {
   }
 }
 
-size_t Connection::send(const std::vector<std::string_view>& pieces) {
+size_t Connection::send(std::span<const std::string_view> pieces) {
   size_t all_sent = 0, sent_of_first = 0;
   for (size_t first = 0; first < pieces.size();) {
     std::array<iovec, kMostPieces> parts;

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <deque>
 #include <optional>
+#include <span>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -64,7 +65,7 @@ class Connection {
 
  private:
   // How much of those, one after the other.
-  size_t send(const std::vector<std::string_view>& pieces);
+  size_t send(std::span<const std::string_view> pieces);
 
   FdOwner socket_;
   std::deque<SharedBytes> unsent_;

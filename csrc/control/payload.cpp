@@ -104,7 +104,7 @@ SharedBytes Payload::data() {
     at_ = begin;
     const size_t from = at_ + sizeof(int64_t);
     if (count > 0 && (rest_at_ > from || rest_at_ + rest_.size() < from + count)) {
-      rest_ = words_.substr(from);
+      rest_ = SharedBytes::copy_of(std::string_view(words_).substr(from));
       rest_at_ = from;
     }
     return text_view().empty() ? SharedBytes() : rest_.part(from - rest_at_, count);

@@ -15,6 +15,10 @@ class SharedBytes {
  public:
   SharedBytes() = default;
   SharedBytes(std::string bytes) {  // NOLINT(google-explicit-constructor)
+    if (bytes.size() <= kLittle) {
+      *this = copy_of(bytes);
+      return;
+    }
     const auto all = std::make_shared<const std::string>(std::move(bytes));
     first_ = {all, all->data()};
     size_ = all->size();
@@ -23,6 +27,11 @@ class SharedBytes {
       : SharedBytes(std::string(text)) {}
   SharedBytes(std::shared_ptr<const char> first, size_t size)
       : first_(std::move(first)), size_(size) {}
+  static SharedBytes copy_of(std::string_view bytes) {
+    const auto all = std::make_shared_for_overwrite<char[]>(bytes.size());
+    bytes.copy(all.get(), bytes.size());
+    return {std::shared_ptr<const char>(all, all.get()), bytes.size()};
+  }
 
   const char* data() const {
     return first_ ? first_.get() : "";
@@ -64,6 +73,9 @@ class SharedBytes {
   }
 
  private:
+  // What is less is copied in less time than it takes to keep a string.
+  static constexpr size_t kLittle = 256;
+
   std::shared_ptr<const char> first_;
   size_t size_ = 0;
   bool are_lent_ = false;

@@ -17,8 +17,13 @@ constexpr bool reduces_in_groups(DType dtype, ReduceOp op) {
   return has_meaning(op, dtype) && op != ReduceOp::Avg && op != ReduceOp::PremulSum && !is_rounded;
 }
 
-// As reduce() of what it makes of each group, none of which is empty.
-void reduce_in_groups(DType dtype, ReduceOp op, void* out,
-                      const std::vector<std::vector<const void*>>& groups, size_t count);
+// Rows of values, those of one group after the other's.
+struct GroupedRows {
+  std::vector<const void*> rows;
+  std::vector<size_t> ends;  // of each group, none of which is empty
+};
+
+// As reduce() of what it makes of each group.
+void reduce_in_groups(DType dtype, ReduceOp op, void* out, const GroupedRows& groups, size_t count);
 
 }  // namespace c10d_ext::kernels

@@ -1,8 +1,8 @@
 // What ranks give to collectives of little data, and what is taken of it. Run without arguments it
 // runs every test; with arguments, those named.
 
+#include <algorithm>
 #include <cstdint>
-#include <map>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -115,9 +115,16 @@ void what_cannot_be_reduced_is_refused() {
 
 const std::vector<std::vector<int>> kHosts = {{0, 2}, {1}, {3, 4, 5}};
 
+using Calls = std::vector<std::pair<int, Calling>>;
+
+Calling& call_of(int rank, Calls& calls) {
+  return std::find_if(calls.begin(), calls.end(), [rank](auto& one) { return one.first == rank; })
+      ->second;
+}
+
 void hosts_are_reduced_first_and_then_all() {
   const auto called = [](int rank, const Contribution& data, int64_t count = 6) {
-    return std::pair<const int, Calling>(rank, {summed(count), data, 1});
+    return std::pair<int, Calling>(rank, {summed(count), data, 1});
   };
   // Of each rank for each: a part may be empty.
   const std::vector<int64_t> parts = {4, 0, 4, 8, 4, 0};
@@ -130,13 +137,13 @@ void hosts_are_reduced_first_and_then_all() {
   }
   some = all = raw;
   for (const auto& ranks : kHosts) {
-    std::map<int, Calling> calls;
+    Calls calls;
     for (const int rank : ranks) {
-      calls.insert(called(rank, of(rank)));
+      calls.push_back(called(rank, of(rank)));
     }
     reduce_on_host(calls);
     for (const int rank : ranks) {
-      const auto& data = *calls.at(rank).data;
+      const auto& data = *call_of(rank, calls).data;
       CHECK(data.is_in_first() == (rank != ranks.front()));
       all[static_cast<size_t>(rank)] = data;
       if (ranks.front() == 3) {
@@ -155,16 +162,17 @@ void hosts_are_reduced_first_and_then_all() {
   }
 
   // Of parts that differ ranks say different things.
-  std::map<int, Calling> uneven{called(3, to_reduce({1, 2}), 6), called(4, to_reduce({10, 20}), 7)};
+  Calls uneven{called(3, to_reduce({1, 2}), 6), called(4, to_reduce({10, 20}), 7)};
   reduce_on_host(uneven);
-  CHECK(uneven.at(3).data->bytes() == ints({11, 22}) && uneven.at(4).data->is_in_first());
+  CHECK(call_of(3, uneven).data->bytes() == ints({11, 22}) &&
+        call_of(4, uneven).data->is_in_first());
 
   // What does not fit together stays as it is.
-  const auto stays = [&](std::map<int, Calling> calls) {
+  const auto stays = [&](const Calls& calls) {
     auto after = calls;
     reduce_on_host(after);
     for (const auto& [rank, call] : calls) {
-      const auto& data = after.at(rank).data;
+      const auto& data = call_of(rank, after).data;
       CHECK(data.has_value() == call.data.has_value());
       CHECK(!data || (data->bytes() == call.data->bytes() && !data->is_in_first()));
     }
@@ -175,8 +183,8 @@ void hosts_are_reduced_first_and_then_all() {
   stays({called(3, one), called(4, whole)});
   stays({called(3, one), called(4, to_reduce({1}))});
   stays({called(3, one), called(4, to_reduce({1, 2}, {0, 0, 4, 4, 0, 0}))});
-  auto without_data = std::map<int, Calling>{called(3, one), called(4, one)};
-  without_data.at(4).data.reset();
+  auto without_data = Calls{called(3, one), called(4, one)};
+  call_of(4, without_data).data.reset();
   stays(without_data);
   const auto of_all_but = [&](size_t rank, const Contribution& other) {
     std::vector<Contribution> given(6, one);

@@ -93,11 +93,11 @@ void rank_0_gives_its_own_host_the_word_to_go() {
   for (int rank = 0; rank < 6; ++rank) {
     root.call(rank, 1);
   }
-  CHECK((root.told(kGo) == std::vector<int>{0, 1}));
+  CHECK((root.told(kGo) == std::vector<int>{1, 0}));  // itself last
   for (int rank = 0; rank < 6; ++rank) {
     root.call(rank, 2, rank == 4 ? std::nullopt : std::optional<std::string>("x"));
   }
-  CHECK((root.told(kGo) == std::vector<int>{0, 1, 0, 1, 2, 3, 4, 5}));
+  CHECK((root.told(kGo) == std::vector<int>{1, 0, 5, 4, 3, 2, 1, 0}));
 }
 
 void a_call_that_a_leader_has_agreed_on_is_waited_for() {
@@ -218,7 +218,7 @@ void rank_0_takes_calls_in_their_order() {
   }
   CHECK(root.told(kGo).empty());
   root.call(3, 1);
-  CHECK((root.told(kGo) == std::vector<int>{0, 1, 0, 1, 2, 3, 4, 5}));
+  CHECK((root.told(kGo) == std::vector<int>{1, 0, 5, 4, 3, 2, 1, 0}));
   // Not twice, not of others' ranks, not with data by the rank, nor without by its leader.
   const auto call = [](std::optional<std::string> data, uint64_t seq = 3) {
     return calling(seq, summed(6), data);

@@ -167,7 +167,7 @@ void a_rank_takes_anything() {
     const Roster roster({kSelf, kRanks, "test"}, members());
     OpenCalls calls(roster, std::chrono::seconds(1));
     Participant rank(
-        roster, calls, [](Says, const Payload&) {}, [](const Payload&) {},
+        roster, calls, [](Says, const Payload&) {}, [](const Calling&) {},
         [](int, Says, const Payload&) {}, [] {}, {});
     uint64_t called = 0, posted = 0;
     const auto call = [&](std::optional<int64_t> tag) {

@@ -151,7 +151,7 @@ class Group {
                 rank == 0 ? group.coordinator_.hear(0, kind, words)
                           : group.say({rank, 0}, kind, words);
               },
-              [](const Payload&) { CHECK(false); },
+              [](const Calling&) { CHECK(false); },
               [&group, rank](int to, Says kind, const Payload& words) {
                 CHECK(kind == kDelivering || kind == kTaken);
                 group.say(direct(rank, to), kind, words);

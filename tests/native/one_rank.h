@@ -50,7 +50,7 @@ class Rank {
     auto operation = call.operation(summed(6), std::move(data));
     OpenCall entered{operation.op, std::nullopt, kLong, operation.begin, operation.fail};
     entered.receive = operation.receive;
-    calls_.enter(operation.called, operation.data, std::move(entered));
+    calls_.enter(std::move(operation.called), std::move(operation.data), std::move(entered));
     work();
   }
   // Calls one whose data is long on its way.

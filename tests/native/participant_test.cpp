@@ -51,8 +51,8 @@ class Waiting {
     calls_.hear_of_calls([&](CallTable& calls) { calls.finish(end); });
   }
   void settle() {
-    auto [grants, fails] = calls_.take_settled();
-    while (auto next = calls_.next_to_begin()) {
+    auto [grants, fails, next] = calls_.take_settled();
+    for (; next; next = calls_.next_to_begin()) {
       next->second(next->first);
     }
     for (auto& failed : fails) {
@@ -127,12 +127,14 @@ void a_message_that_has_failed_is_not_said() {
   const Roster roster = roster_of(1, {"a", "b"});
   OpenCalls calls(roster, 2s);
   Participant rank(
-      roster, calls, [](Says, const Payload&) { CHECK(false); }, [](const Payload&) {},
+      roster, calls, [](Says, const Payload&) { CHECK(false); }, [](const Calling&) {},
       [](int, Says, const Payload&) { CHECK(false); }, [] {}, {});
   bool has_failed = false;
   OpenCall call{"send", 0, kLong, [](uint64_t) { CHECK(false); },
                 [&](const Failure&) { has_failed = true; }};
-  CHECK(!calls.enter_message({.sends = true, .peer = 0, .bytes = 4, .data = "data"}, call).second);
+  CHECK(
+      !calls.enter_message({.sends = true, .peer = 0, .bytes = 4, .data = "data"}, std::move(call))
+           .second);
   calls.hear_of_calls([](CallTable& table) { table.finish(lost(0)); });
   rank.settle();
   CHECK(has_failed);
@@ -146,7 +148,7 @@ void lost_ranks_are_told_of_at_once() {
     OpenCalls calls(roster, 2s);
     std::vector<int> lost;
     Participant rank(
-        roster, calls, [](Says, const Payload&) {}, [](const Payload&) {},
+        roster, calls, [](Says, const Payload&) {}, [](const Calling&) {},
         [](int, Says, const Payload&) {}, [] {},
         [&](const std::vector<int>& ranks) {
           CHECK(!calls.end());  // before anything fails
@@ -170,7 +172,7 @@ void lost_ranks_are_told_of_at_once() {
     const Roster roster = roster_of(1, {"a", "a", "b"});
     OpenCalls calls(roster, 2s);
     Participant rank(
-        roster, calls, [](Says, const Payload&) {}, [](const Payload&) {},
+        roster, calls, [](Says, const Payload&) {}, [](const Calling&) {},
         [](int, Says, const Payload&) {}, [] {}, [](const std::vector<int>&) { CHECK(false); });
     Payload words = encoded({Kind::RankLost, {2, nobody}, "why", kDataGrace});
     bool is_refused = false;
@@ -255,7 +257,7 @@ void data_that_is_no_messages_is_refused() {
   for (const bool is_little : {false, true}) {
     OpenCalls calls(roster, 2s);
     Participant rank(
-        roster, calls, [](Says, const Payload&) {}, [](const Payload&) {},
+        roster, calls, [](Says, const Payload&) {}, [](const Calling&) {},
         [](int, Says, const Payload&) {}, [] {}, {});
     std::vector<std::string> received;
     OpenCall call{"recv", 0, kLong, [](uint64_t) { CHECK(false); }, [](const Failure&) {}};
@@ -325,7 +327,7 @@ class Sender {
   Participant rank_{roster_,
                     calls_,
                     [](Says, const Payload&) {},
-                    [](const Payload&) {},
+                    [](const Calling&) {},
                     [](int, Says, const Payload&) {},
                     [] {},
                     {}};

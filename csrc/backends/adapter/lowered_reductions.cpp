@@ -131,10 +131,10 @@ void reduce_in_memory(const at::Tensor& bytes, ReduceOp op, const at::Tensor& ou
   void* const to = target.mutable_data_ptr();
   const auto count = static_cast<size_t>(out.numel());
   if (on_hosts) {
-    std::vector<std::vector<const void*>> groups;
+    kernels::GroupedRows groups;
     for (const auto& host : *hosts) {
-      auto& group = groups.emplace_back();
-      std::transform(host.begin(), host.end(), std::back_inserter(group), row);
+      std::transform(host.begin(), host.end(), std::back_inserter(groups.rows), row);
+      groups.ends.push_back(groups.rows.size());
     }
     kernels::reduce_in_groups(dtype, plain, to, groups, count);
     if (is_avg) {

@@ -122,12 +122,12 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
 
   // --- From any thread --------------------------------------------------------------------------
 
-  uint64_t call(Operation operation) {
+  uint64_t call(Operation&& operation) {
     OpenCall call{std::move(operation.op), std::nullopt, operation.timeout,
                   std::move(operation.begin), std::move(operation.fail)};
     call.receive = std::move(operation.receive);
     call.is_long = operation.is_long;
-    return tell(std::move(call), [&](OpenCall entered) {
+    return tell(std::move(call), [&](OpenCall&& entered) {
       return calls_.enter(std::move(operation.called), std::move(operation.data),
                           std::move(entered));
     });
@@ -154,7 +154,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
     if (message.landing) {
       call.landing = std::make_shared<Landing>(std::move(message.landing), message.bytes);
     }
-    return tell(std::move(call), [&](OpenCall entered) {
+    return tell(std::move(call), [&](OpenCall&& entered) {
       return calls_.enter_message(std::move(posted), std::move(entered));
     });
   }
@@ -288,7 +288,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
 
   // Enters it by `enter`, and tells of it. Its number.
   template <class Enter>
-  uint64_t tell(OpenCall call, const Enter& enter) {
+  uint64_t tell(OpenCall&& call, const Enter& enter) {
     if (is_foreign()) {
       call.fail(calls_.closed(call.op, 0, kForked));
       return 0;
@@ -467,7 +467,7 @@ bool Agreement::is_foreign() const {
   return impl_->is_foreign();
 }
 
-uint64_t Agreement::call(Operation operation) {
+uint64_t Agreement::call(Operation&& operation) {
   return impl_->call(std::move(operation));
 }
 

@@ -92,7 +92,7 @@ class Agreement {
   static bool serves(Milliseconds within);
 
   // Its number among this rank's; the first is 1.
-  uint64_t call(Operation operation);
+  uint64_t call(Operation&& operation);
   // How many have been called.
   uint64_t count() const;
   // Whether some have been called that are not done.

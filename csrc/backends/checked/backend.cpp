@@ -20,6 +20,7 @@
 #include "base/call_site.h"
 #include "base/gil.h"
 #include "base/memory.h"
+#include "base/sync_scope.h"
 #include "base/timeouts.h"
 #include "base/wait_timer.h"
 #include "control/meeting.h"
@@ -66,7 +67,7 @@ bool is_quick(const HeldRequest& request) {
 }
 
 // No data, but the ranks meet.
-AgreedCall meeting(string_view op, std::chrono::milliseconds timeout, Fingerprint called) {
+AgreedCall meeting(string_view op, std::chrono::milliseconds timeout, Fingerprint&& called) {
   return {op, std::move(called), timeout, [] { return Started(); }, /*quick=*/true};
 }
 
@@ -118,6 +119,24 @@ std::unique_ptr<Agreement> meet(const Rendezvous& expected, const Group& group,
         {static_cast<int>(group.rank()), static_cast<int>(group.size()), group.name()}, timeout, {},
         own != nullptr ? own->losses() : Agreement::Lose());
   });
+}
+
+// Of who waits for it at once little data is there before it is attached to anything.
+void attach_agreed(const Group& group, const CollectiveRequest& request,
+                   const c10::intrusive_ptr<c10d::Work>& work) {
+  const auto attach_it = [&] {
+    attach(request.op, group, request.outs, work, Finish(), &subscribe_to_future);
+  };
+  if (SyncScope::is_on()) {
+    try {
+      take_part(*work);
+    } catch (...) {  // Ctrl-C: it goes on
+      const SyncScope goes_on(false);
+      attach_it();
+      throw;
+    }
+  }
+  attach_it();
 }
 
 // For a backend that `inner` makes of itself: options of its own class. Who splits a group writes
@@ -209,8 +228,8 @@ CheckedBackend::WorkPtr CheckedBackend::run(const MethodCall& call,
       agreed_call(call.op, call.timeout, std::move(called), aliased(request, request.sources)));
 }
 
-AgreedCall CheckedBackend::agreed_call(string_view op, Milliseconds timeout, Fingerprint called,
-                                       HeldRequest request) const {
+AgreedCall CheckedBackend::agreed_call(string_view op, Milliseconds timeout, Fingerprint&& called,
+                                       HeldRequest&& request) const {
   const auto kept = std::make_shared<HeldRequest>(std::move(request));
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   AgreedCall call{op, std::move(called), timeout, {}, is_quick(*kept)};
@@ -226,7 +245,7 @@ AgreedCall CheckedBackend::agreed_call(string_view op, Milliseconds timeout, Fin
 }
 
 CheckedBackend::WorkPtr CheckedBackend::run(const MethodCall& call, at::TensorList outputs,
-                                            AgreedCall agreed) {
+                                            AgreedCall&& agreed) {
   const auto begun = std::chrono::steady_clock::now();
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const auto work = work_for_caller(call.op, group_, outputs, agree(std::move(agreed)),
@@ -266,10 +285,10 @@ void CheckedBackend::post(const Group& group, const CollectiveRequest& request) 
   const auto work =
       agree(agreed_call(request.op, c10d::kUnsetTimeout, fingerprint_of(request, rank_, size_),
                         aliased(request, now.sources)));
-  attach(request.op, group, request.outs, work, Finish(), &subscribe_to_future);
+  attach_agreed(group, request, work);
 }
 
-CheckedBackend::WorkPtr CheckedBackend::agree(AgreedCall call) {
+CheckedBackend::WorkPtr CheckedBackend::agree(AgreedCall&& call) {
   if (strict_ == 0) {
     call.called.shapes = 0;
   }

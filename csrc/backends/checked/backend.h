@@ -93,13 +93,13 @@ class CheckedBackend final : public RequestBackend {
  private:
   WorkPtr run(const MethodCall& call, const CollectiveRequest& request) override;
   WorkPtr run(const MethodCall& call, const Message& message) override;
-  WorkPtr run(const MethodCall& call, at::TensorList outputs, AgreedCall agreed);
+  WorkPtr run(const MethodCall& call, at::TensorList outputs, AgreedCall&& agreed);
   WorkPtr deliver(const MethodCall& call, const WorkPtr& work);
   // Of a request as it is kept until its end. `timeout`: of the call, or unset.
-  AgreedCall agreed_call(std::string_view op, Milliseconds timeout, Fingerprint called,
-                         HeldRequest request) const;
+  AgreedCall agreed_call(std::string_view op, Milliseconds timeout, Fingerprint&& called,
+                         HeldRequest&& request) const;
   // The work is that of the agreement and of what comes of it, and has a future.
-  WorkPtr agree(AgreedCall call);
+  WorkPtr agree(AgreedCall&& call);
   // For a call with this timeout, or unset. `for_little`: where little is reduced.
   Adapter inner(std::string_view op, Milliseconds timeout, bool for_little) const;
 

@@ -53,7 +53,7 @@ Failure CallTable::told(const std::string& op, uint64_t seq,
 
 // --- Calls -------------------------------------------------------------------------------------
 
-void CallTable::add(Calls& calls, uint64_t seq, OpenCall call) {
+void CallTable::add(Calls& calls, uint64_t seq, OpenCall&& call) {
   call.late = after(call.timeout);
   soonest_ = std::min(soonest_, call.late);
   calls.emplace(seq, std::move(call));

@@ -92,10 +92,10 @@ class CallTable {
   CallTable(const Roster& roster, Milliseconds verdict) : roster_(roster), verdict_(verdict) {}
 
   // A call that waits for other ranks from here on.
-  void add_collective(uint64_t seq, OpenCall call) {
+  void add_collective(uint64_t seq, OpenCall&& call) {
     add(waiting_, seq, std::move(call));
   }
-  void add_message(uint64_t number, OpenCall call) {
+  void add_message(uint64_t number, OpenCall&& call) {
     add(messages_, number, std::move(call));
   }
   // All ranks have called it: it runs, or is given their data where that has come.
@@ -177,7 +177,7 @@ class CallTable {
  private:
   using Calls = std::map<uint64_t, OpenCall>;
 
-  void add(Calls& calls, uint64_t seq, OpenCall call);
+  void add(Calls& calls, uint64_t seq, OpenCall&& call);
   // Those that leaders may yet say to go with wait on.
   void keep_agreed(const End& end);
   void deny(Calls& calls, uint64_t seq, ErrorKind kind, const Difference& why);

@@ -48,7 +48,7 @@ Called::Called(Fingerprint fingerprint) {
   said_ = std::make_shared<const Said>(Said{std::move(fingerprint), std::move(words)});
 }
 
-const Called& LastCalled::or_new(Fingerprint called) {
+const Called& LastCalled::or_new(Fingerprint&& called) {
   const bool is_alike = last_ && last_->fingerprint() == called;
   return is_alike ? *last_ : last_.emplace(std::move(called));
 }
@@ -127,6 +127,7 @@ Calling CallReader::take(Payload& words) {
 std::vector<std::pair<int, Calling>> CallReader::take_relayed(
     Payload& words, const std::function<bool(int rank)>& is_led) {
   std::vector<std::pair<int, Calling>> calls;
+  calls.reserve(static_cast<size_t>(ranks_));
   for (auto left = words.number_within(1, ranks_); left > 0; --left) {
     const auto rank = static_cast<int>(words.number_within(0, ranks_ - 1));
     if (!is_led(rank)) {

@@ -52,7 +52,7 @@ class Called {
 class LastCalled {
  public:
   // That, if `called` is like it; else `called`, which is the last from here on.
-  const Called& or_new(Fingerprint called);
+  const Called& or_new(Fingerprint&& called);
   const Called* said_as(std::string_view words) const {
     return last_ && last_->words() == words ? &*last_ : nullptr;
   }

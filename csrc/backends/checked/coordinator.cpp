@@ -146,6 +146,11 @@ void Coordinator::hear(int rank, uint32_t kind, Payload& words) {
   }
 }
 
+void Coordinator::add_call(int rank, const Calling& call) {
+  progress_.add_call(rank, call);
+  compare();
+}
+
 Clock::time_point Coordinator::next_look() const {
   return questions_.next();
 }
@@ -211,10 +216,9 @@ void Coordinator::compare() {
     }
     const auto calls = progress_.take_calls();
     const uint64_t agreed = progress_.agreed();
-    Payload words;
-    words.put(static_cast<int64_t>(agreed));
     if (const auto found = difference(calls.called, agreed)) {
-      words.put(found->text).put(found->ranks);
+      Payload words;
+      words.put(static_cast<int64_t>(agreed)).put(found->text).put(found->ranks);
       tell_all(kDiffer, words);
       if (found->ends_group) {
         end_for_all({Kind::Mismatch, found->ranks, "the group is broken since " + found->text,

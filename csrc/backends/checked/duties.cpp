@@ -15,7 +15,7 @@ Duties::Duties(const Roster& roster, OpenCalls& calls, std::vector<Connection> l
       star_(roster, *this, std::move(lines), std::move(death_sockets)),
       participant_(
           roster, calls, [this](Says kind, Payload words) { say(kind, std::move(words)); },
-          [this](const Payload& words) { tell_leader(words); },
+          [this](const Calling& call) { say_call(call); },
           [this](int other, Says kind, const Payload& words) { star_.say(other, kind, words); },
           [this] { star_.wake(); }, std::move(lose)),
       last_words_(
@@ -89,9 +89,12 @@ void Duties::settle() {
 void Duties::hear(int rank, uint32_t kind, Payload& words) {
   if (coordinator_) {
     if (relay_ && kind == kCalling && !roster_.is_linked(rank)) {
-      relay_->hear_call(rank, words);
+      const Calling call = relay_->take_call(rank, words);
+      relay_->add_call(rank, call);
+      coordinator_->add_call(rank, call);
+    } else {
+      coordinator_->hear(rank, kind, words);
     }
-    coordinator_->hear(rank, kind, words);
   } else if (relay_ && kind == kRelaying) {
     relay_->hear_calls(rank, words);
   } else if (rank == 0) {
@@ -149,7 +152,7 @@ void Duties::hear_beside_the_star(int rank, uint32_t kind, Payload& words) {
   } else if (kind == kDoomed && tells_of_the_end(rank)) {
     last_words_.add(static_cast<uint64_t>(words.number()));
   } else if (relay_ && kind == kCalling) {
-    relay_->hear_call(rank, words);
+    relay_->hear_call(rank, std::move(words));
   } else if (kind == kGo && is_led_by(rank)) {
     participant_.obey(kind, words);
   } else {
@@ -193,11 +196,26 @@ void Duties::say(Says kind, Payload words) {
   coordinator_ ? coordinator_->hear(0, kind, words) : star_.say(0, kind, words);
 }
 
-void Duties::tell_leader(const Payload& words) {
+void Duties::say_call(const Calling& call) {
+  const bool by_leader = roster_.calls_by_leader(roster_.place().rank);
   if (relay_) {
-    relay_->hear_call(roster_.place().rank, words);
+    relay_->add_call(roster_.place().rank, call);
+  }
+  if (coordinator_) {
+    coordinator_->add_call(0, call);
     return;
   }
+  std::optional<Payload> words;
+  if (!relay_ && by_leader) {
+    words = encoded(call);
+    tell_leader(*words);
+  }
+  if (!by_leader || !call.data) {
+    star_.say(0, kCalling, words ? *words : encoded(call));
+  }
+}
+
+void Duties::tell_leader(const Payload& words) {
   const int leader = roster_.own_host().empty() ? 0 : roster_.own_host().front();
   if (leader != 0 && left_.count(leader) != 0) {
     participant_.say_count();

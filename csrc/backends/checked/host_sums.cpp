@@ -4,7 +4,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <deque>
 #include <memory>
 #include <string>
 #include <utility>
@@ -14,8 +13,6 @@
 namespace c10d_ext {
 
 namespace {
-
-using Groups = std::vector<std::vector<const void*>>;
 
 // What comes over a line need not be aligned, as the kernels want it.
 class Aligned {
@@ -31,10 +28,10 @@ class Aligned {
   }
 
  private:
-  std::deque<std::unique_ptr<char[]>> copies_;
+  std::vector<std::unique_ptr<char[]>> copies_;
 };
 
-SharedBytes reduce(const ReducedBy& how, const Groups& groups, size_t bytes) {
+SharedBytes reduce(const ReducedBy& how, const kernels::GroupedRows& groups, size_t bytes) {
   std::string values(bytes, '\0');
   kernels::reduce_in_groups(how.dtype, how.op, values.data(), groups, bytes / size_of(how.dtype));
   return values;
@@ -42,25 +39,27 @@ SharedBytes reduce(const ReducedBy& how, const Groups& groups, size_t bytes) {
 
 }  // namespace
 
-void reduce_on_host(std::map<int, Calling>& calls) {
-  const Calling& first = calls.begin()->second;
+void reduce_on_host(std::vector<std::pair<int, Calling>>& calls) {
+  const Calling& first = calls.front().second;
   if (calls.size() == 1 || !first.data || !first.data->reduced_by()) {
     return;
   }
   const ReducedBy how = *first.data->reduced_by();
   Aligned aligned;
-  std::vector<const void*> rows;
+  kernels::GroupedRows host;
+  host.rows.reserve(calls.size());
   for (const auto& [rank, call] : calls) {
     if (!call.data || !call.data->fits(*first.data)) {
       return;
     }
-    rows.push_back(aligned.of(call.data->bytes(), how.dtype));
+    host.rows.push_back(aligned.of(call.data->bytes(), how.dtype));
   }
-  Contribution sum = first.data->with(reduce(how, {rows}, first.data->size()));
+  host.ends = {host.rows.size()};
+  Contribution sum = first.data->with(reduce(how, host, first.data->size()));
   for (auto& [rank, call] : calls) {
     call.data = Contribution::in_first();
   }
-  calls.begin()->second.data = std::move(sum);
+  calls.front().second.data = std::move(sum);
 }
 
 std::optional<SharedBytes> reduced(const std::vector<Contribution>& all,
@@ -71,9 +70,11 @@ std::optional<SharedBytes> reduced(const std::vector<Contribution>& all,
   const ReducedBy how = *all.front().reduced_by();
   const size_t bytes = all.front().of(rank).size();
   Aligned aligned;
-  Groups groups;
+  kernels::GroupedRows groups;
+  groups.rows.reserve(all.size());
+  groups.ends.reserve(hosts.size());
   for (const auto& ranks : hosts) {
-    auto& group = groups.emplace_back();
+    const size_t begin = groups.rows.size();
     for (const int one : ranks) {
       const auto& given = all[static_cast<size_t>(one)];
       if (given.is_in_first() && one != ranks.front()) {
@@ -83,11 +84,13 @@ std::optional<SharedBytes> reduced(const std::vector<Contribution>& all,
       if (given.reduced_by() != how || values.size() != bytes) {
         return std::nullopt;
       }
-      group.push_back(aligned.of(values, how.dtype));
+      groups.rows.push_back(aligned.of(values, how.dtype));
     }
-    if (group.size() != 1 && group.size() != ranks.size()) {
+    const size_t count = groups.rows.size() - begin;
+    if (count != 1 && count != ranks.size()) {
       return std::nullopt;
     }
+    groups.ends.push_back(groups.rows.size());
   }
   return reduce(how, groups, bytes);
 }

@@ -5,8 +5,8 @@
 // comes of it alone. Each host's values are reduced in the order of its ranks, and then those of
 // hosts in theirs, whoever does it. No torch in here.
 
-#include <map>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "backends/checked/calling.h"
@@ -15,10 +15,10 @@
 
 namespace c10d_ext {
 
-// What ranks of a host call, with their data: the first one's becomes that of all. Nothing is done
-// where they do not fit together, or are not to be reduced. Whether all call the same is seen
-// later: of parts that differ ranks say different things.
-void reduce_on_host(std::map<int, Calling>& calls);
+// What ranks of a host call, by rank, with their data: the first one's becomes that of all. Nothing
+// is done where they do not fit together, or are not to be reduced. Whether all call the same is
+// seen later: of parts that differ ranks say different things.
+void reduce_on_host(std::vector<std::pair<int, Calling>>& calls);
 
 // What comes of all for a rank, some hosts' reduced already. None where they do not fit together,
 // or are not to be reduced.

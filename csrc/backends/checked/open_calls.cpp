@@ -22,8 +22,8 @@ std::optional<OpenCalls::Failed> OpenCalls::refuse(OpenCall& call, uint64_t seq)
   return Failed{std::move(call), std::move(failure)};
 }
 
-OpenCalls::Entered OpenCalls::enter(Fingerprint called, std::optional<Contribution> data,
-                                    OpenCall call) {
+OpenCalls::Entered OpenCalls::enter(Fingerprint&& called, std::optional<Contribution>&& data,
+                                    OpenCall&& call) {
   const std::lock_guard lock(mutex_);
   const uint64_t seq = ++count_;
   if (auto failed = refuse(call, seq)) {
@@ -35,7 +35,7 @@ OpenCalls::Entered OpenCalls::enter(Fingerprint called, std::optional<Contributi
   return {seq, std::nullopt};
 }
 
-OpenCalls::Entered OpenCalls::enter_message(Posted posted, OpenCall call) {
+OpenCalls::Entered OpenCalls::enter_message(Posted posted, OpenCall&& call) {
   const std::lock_guard lock(mutex_);
   posted.number = ++posted_;
   if (auto failed = refuse(call, posted.number)) {
@@ -157,11 +157,6 @@ void OpenCalls::wait_until_left() const {
 
 // --- From the agreement's thread ---------------------------------------------------------------
 
-bool OpenCalls::is_leaving() const {
-  const std::lock_guard lock(mutex_);
-  return leaving_;
-}
-
 OpenCalls::Clock::time_point OpenCalls::next_late() const {
   const std::lock_guard lock(mutex_);
   return table_.next_late();
@@ -242,13 +237,16 @@ void OpenCalls::deny_message(uint64_t number, ErrorKind kind, const Difference& 
   table_.deny_message(number, kind, why);
 }
 
-std::pair<std::vector<OpenCalls::Begin>, std::vector<OpenCalls::Failed>> OpenCalls::take_settled() {
+std::tuple<std::vector<OpenCalls::Begin>, std::vector<OpenCalls::Failed>,
+           std::optional<OpenCalls::Begin>>
+OpenCalls::take_settled() {
   const std::lock_guard lock(mutex_);
   if (table_.end()) {
     // A message that has failed is not said: its memory is its caller's again.
     std::erase_if(news_, [](const News& one) { return one.kind == kPosting; });
   }
-  return table_.take_settled();
+  auto [grants, fails] = table_.take_settled();
+  return {std::move(grants), std::move(fails), table_.next_to_begin()};
 }
 
 std::optional<OpenCalls::Begin> OpenCalls::next_to_begin() {

@@ -4,6 +4,7 @@
 // calls under its lock, what is to be said to rank 0, and who waits for an answer. No torch in
 // here, and no connection.
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
@@ -13,6 +14,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -46,9 +48,9 @@ class OpenCalls {
 
   // --- From any thread --------------------------------------------------------------------------
 
-  Entered enter(Fingerprint called, std::optional<Contribution> data, OpenCall call);
+  Entered enter(Fingerprint&& called, std::optional<Contribution>&& data, OpenCall&& call);
   // One end of a message, whose data stays here where there is much on its way.
-  Entered enter_message(Posted posted, OpenCall call);
+  Entered enter_message(Posted posted, OpenCall&& call);
   void add_news(News news);
   // The data of number `seq` is there. Whether another one may begin now, or something is to be
   // said.
@@ -80,7 +82,9 @@ class OpenCalls {
 
   // --- From the agreement's thread --------------------------------------------------------------
 
-  bool is_leaving() const;
+  bool is_leaving() const {
+    return leaving_;
+  }
   // When something that runs or waits is late.
   Clock::time_point next_late() const;
   // To be said at once, and before what has settled is taken.
@@ -95,8 +99,8 @@ class OpenCalls {
   void hear_of_messages(const std::function<void(OwnMessages&)>& what);
   void deny_message(uint64_t number, ErrorKind kind, const Difference& why, const OtherEnd& other);
 
-  // Messages to begin, and what has failed.
-  std::pair<std::vector<Begin>, std::vector<Failed>> take_settled();
+  // Messages to begin, what has failed, and the next collective to begin.
+  std::tuple<std::vector<Begin>, std::vector<Failed>, std::optional<Begin>> take_settled();
   // The collectives of a group run one after the other, in the order of their calls.
   std::optional<Begin> next_to_begin();
   void notify() const;
@@ -116,7 +120,7 @@ class OpenCalls {
   // Guarded by mutex_ from here on.
   uint64_t count_ = 0, posted_ = 0;
   LastCalled last_called_;
-  bool leaving_ = false;
+  std::atomic<bool> leaving_{false};  // read without the lock, too
   bool has_left_ = false;
   std::vector<News> news_;
   // The answer once it is there.

@@ -20,12 +20,12 @@ constexpr Milliseconds kLastWord{50};
 
 }  // namespace
 
-Participant::Participant(const Roster& roster, OpenCalls& calls, Say say, TellLeader tell_leader,
+Participant::Participant(const Roster& roster, OpenCalls& calls, Say say, SayCall say_call,
                          Tell tell, Wake wake, Lose lose)
     : roster_(roster),
       calls_(calls),
       say_(std::move(say)),
-      tell_leader_(std::move(tell_leader)),
+      say_call_(std::move(say_call)),
       tell_(std::move(tell)),
       wake_(std::move(wake)),
       lose_(std::move(lose)) {}
@@ -175,19 +175,6 @@ std::optional<uint64_t> Participant::undone_by_root() const {
   return is_told && !root_left_ ? std::optional(root_done_ + 1) : std::nullopt;
 }
 
-void Participant::say_call(const Calling& call) {
-  called_ = call.seq;
-  Payload words = encoded(call);
-  const int rank = roster_.place().rank;
-  const bool by_leader = roster_.calls_by_leader(rank);
-  if (by_leader || rank == 0) {  // who leads its host, too
-    tell_leader_(words);
-  }
-  if (!by_leader || !call.data) {
-    say_(kCalling, std::move(words));
-  }
-}
-
 void Participant::say_count(const std::vector<int64_t>& of_host) const {
   say_(kPong, Payload().put(static_cast<int64_t>(called_)).put(of_host));
 }
@@ -195,7 +182,8 @@ void Participant::say_count(const std::vector<int64_t>& of_host) const {
 void Participant::tell_news() {
   for (auto& one : calls_.take_news()) {
     if (one.call) {
-      say_call(*one.call);
+      called_ = one.call->seq;
+      say_call_(*one.call);
     } else if (one.kind != kBroken || calls_.break_off(one.seq)) {
       if (one.delivery) {
         tell_(*one.peer, kDelivering, *one.delivery);
@@ -225,8 +213,8 @@ void Participant::look(Clock::time_point now) {
 }
 
 void Participant::settle() {
-  const auto [grants, fails] = calls_.take_settled();
-  while (const auto next = calls_.next_to_begin()) {
+  auto [grants, fails, next] = calls_.take_settled();
+  for (; next; next = calls_.next_to_begin()) {
     try {
       next->second(next->first);
     } catch (const std::exception& error) {

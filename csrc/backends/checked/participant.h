@@ -24,15 +24,15 @@ class Participant {
   // Has the thread come round once more.
   using Wake = std::function<void()>;
 
-  // Says what it calls to this rank's leader, which may be this one.
-  using TellLeader = std::function<void(const Payload& words)>;
+  // Says what it calls, to whom that concerns.
+  using SayCall = std::function<void(const Calling& call)>;
   // Says it to another rank, to which there is a line.
   using Tell = std::function<void(int rank, Says kind, const Payload& words)>;
   // Hears at once of ranks that are gone, but for those that have left in good order.
   using Lose = std::function<void(const std::vector<int>& ranks)>;
 
   // `roster` and `calls` outlive this. `lose` may be empty.
-  Participant(const Roster& roster, OpenCalls& calls, Say say, TellLeader tell_leader, Tell tell,
+  Participant(const Roster& roster, OpenCalls& calls, Say say, SayCall say_call, Tell tell,
               Wake wake, Lose lose);
 
   // What rank 0 says. Throws std::runtime_error where that makes no sense.
@@ -61,15 +61,13 @@ class Participant {
   static News broken(uint64_t seq, const std::string& why);
 
  private:
-  // To this rank's leader, and to rank 0 what has no data or is its own host's.
-  void say_call(const Calling& call);
   void finish(End end);
   void lose_everybody();
 
   const Roster& roster_;
   OpenCalls& calls_;
   const Say say_;
-  const TellLeader tell_leader_;
+  const SayCall say_call_;
   const Tell tell_;
   const Wake wake_;
   const Lose lose_;

@@ -19,13 +19,14 @@ void tell_go(uint64_t seq, const std::vector<Contribution>& data, const std::vec
   const bool has_parts =
       std::any_of(data.begin(), data.end(), [](const auto& one) { return one.has_parts(); });
   std::optional<Payload> words;
-  for (const int rank : ranks) {
+  // Last to the first, who says it and has other things to do then.
+  for (auto rank = ranks.rbegin(); rank != ranks.rend(); ++rank) {
     if (!words || has_parts) {
       words = Payload().put(static_cast<int64_t>(seq));
-      const auto result = reduced(data, hosts, rank);
-      result ? words->put(1).put_data(*result) : put_all_of(*words, data, rank);
+      const auto result = reduced(data, hosts, *rank);
+      result ? words->put(1).put_data(*result) : put_all_of(*words, data, *rank);
     }
-    tell(rank, kGo, *words);
+    tell(*rank, kGo, *words);
   }
 }
 

@@ -14,7 +14,7 @@ void RankProgress::hear_call(int rank, Payload& words) {
   if (call.data && roster_.calls_by_leader(rank)) {
     throw std::runtime_error("a call that its leader is to tell of");
   }
-  add(rank, std::move(call));
+  add_call(rank, std::move(call));
 }
 
 void RankProgress::hear_calls(int leader, Payload& words) {
@@ -25,11 +25,11 @@ void RankProgress::hear_calls(int leader, Payload& words) {
     if (!call.data) {
       throw std::runtime_error("a call that the rank itself tells of");
     }
-    add(rank, std::move(call));
+    add_call(rank, std::move(call));
   }
 }
 
-void RankProgress::add(int rank, Calling call) {
+void RankProgress::add_call(int rank, Calling call) {
   auto& calls = calls_[static_cast<size_t>(rank)];
   const uint64_t seq = call.seq, last = calls.empty() ? agreed_ : calls.rbegin()->first;
   const bool is_next = roster_.calls_by_leader(rank) ? seq > agreed_ : seq == last + 1;
@@ -82,6 +82,8 @@ bool RankProgress::have_all_called() const {
 RankProgress::Calls RankProgress::take_calls() {
   ++agreed_;
   Calls calls;
+  calls.called.reserve(calls_.size());
+  calls.data.reserve(calls_.size());
   bool have_all_data = true;
   for (auto& own : calls_) {
     Calling call = std::move(own.extract(own.begin()).mapped());

@@ -29,7 +29,9 @@ class RankProgress {
         left_(calls_.size()),
         left_after_(calls_.size()) {}
 
-  // A rank calls a collective, as it says. Throws std::runtime_error where that makes no sense.
+  // A rank calls a collective, its next one. Throw std::runtime_error where it is not, or where
+  // what the rank says makes no sense.
+  void add_call(int rank, Calling call);
   void hear_call(int rank, Payload& words);
   // Ranks of its host do, as a leader says, maybe behind what they have said themselves; the same.
   void hear_calls(int leader, Payload& words);
@@ -89,7 +91,6 @@ class RankProgress {
   End lost() const;
 
  private:
-  void add(int rank, Calling call);
   void note(int rank, uint64_t count);
 
   const Roster& roster_;

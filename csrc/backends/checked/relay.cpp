@@ -1,6 +1,7 @@
 #include "backends/checked/relay.h"
 
 #include <algorithm>
+#include <iterator>
 #include <optional>
 #include <stdexcept>
 #include <utility>
@@ -23,24 +24,17 @@ Relay::Relay(const Roster& roster, Tell tell)
   }
 }
 
-Relay::Calls* Relay::open(uint64_t seq) {
-  if (is_settled(seq)) {
-    return nullptr;
-  }
-  if (open_.size() >= kMostOpen && open_.count(seq) == 0) {
-    throw std::runtime_error("calls that are too far apart");
-  }
-  return &open_[seq];
-}
-
-void Relay::hear_call(int rank, Payload words) {
-  const auto caller = callers_.find(rank);
-  if (caller == callers_.end()) {
+Calling Relay::take_call(int rank, Payload& words) {
+  if (callers_.count(rank) == 0) {
     throw std::runtime_error("a call of another host's");
   }
   Calling call = reader_.take(words);
   words.expect_end();
-  auto& [count, calls] = caller->second;
+  return call;
+}
+
+void Relay::add_call(int rank, Calling call) {
+  auto& [count, calls] = callers_.at(rank);
   if (call.seq != count + 1) {
     throw std::runtime_error("a call is missing");
   }
@@ -66,13 +60,15 @@ bool Relay::have_all_called() const {
 
 void Relay::pass_on() {
   Calls own;
+  own.reserve(callers_.size());
   for (auto& [rank, caller] : callers_) {
-    own.emplace(rank, std::move(caller.calls.front()));
+    own.emplace_back(rank, std::move(caller.calls.front()));
     caller.calls.pop_front();
   }
   reduce_on_host(own);
   // Those without data rank 0 hears of by the ranks themselves.
   Relayed passed;
+  passed.reserve(own.size());
   bool has_parts = false;
   for (const auto& [rank, call] : own) {
     if (call.data) {
@@ -80,7 +76,7 @@ void Relay::pass_on() {
       has_parts = has_parts || call.data->has_parts();
     }
   }
-  const uint64_t seq = own.begin()->second.seq;
+  const uint64_t seq = own.front().second.seq;
   const bool has_all_data = passed.size() == own.size();
   std::optional<Payload> words;
   for (const auto& ranks : roster_.hosts()) {
@@ -95,10 +91,8 @@ void Relay::pass_on() {
       tell_(leader, kRelaying, *words);
     }
   }
-  auto* collective = has_all_data ? open(seq) : nullptr;
-  if (collective != nullptr) {
-    collective->merge(std::move(own));
-    compare(seq);
+  if (has_all_data) {
+    add(seq, std::move(own));
   }
 }
 
@@ -130,23 +124,19 @@ void Relay::hear_calls(int leader, Payload& words) {
   if (host == hosts.end()) {
     throw std::runtime_error("calls that no leader passes on");
   }
-  Calls calls;
-  for (auto& [rank, call] : reader_.take_relayed(words, [&](int rank) {
-         return std::find(host->begin(), host->end(), rank) != host->end();
-       })) {
-    if (!call.data || (!calls.empty() && call.seq != calls.begin()->second.seq)) {
+  Calls calls = reader_.take_relayed(
+      words, [&](int rank) { return std::find(host->begin(), host->end(), rank) != host->end(); });
+  const uint64_t seq = calls.front().second.seq;
+  for (size_t i = 0; i < calls.size(); ++i) {
+    const auto& [rank, call] = calls[i];
+    if (!call.data || call.seq != seq) {
       throw std::runtime_error("calls that do not belong together");
     }
-    calls.emplace(rank, std::move(call));
+    if (calls.size() != host->size() || rank != (*host)[i]) {
+      throw std::runtime_error("calls of some of a host");
+    }
   }
-  if (calls.size() != host->size()) {
-    throw std::runtime_error("calls of some of a host");
-  }
-  const uint64_t seq = calls.begin()->second.seq;
-  if (auto* collective = open(seq)) {
-    collective->merge(std::move(calls));
-    compare(seq);
-  }
+  add(seq, std::move(calls));
 }
 
 void Relay::settle(uint64_t seq) {
@@ -154,20 +144,40 @@ void Relay::settle(uint64_t seq) {
   if (is_settled(seq)) {
     return;
   }
-  settled_.insert(seq);
+  if (seq > settled_up_to_ + 1) {
+    settled_.insert(seq);
+    return;
+  }
+  settled_up_to_ = seq;
   while (settled_.erase(settled_up_to_ + 1) != 0) {
     ++settled_up_to_;
   }
 }
 
-void Relay::compare(uint64_t seq) {
-  auto& calls = open_.at(seq);
+void Relay::add(uint64_t seq, Calls of_host) {
+  if (is_settled(seq)) {
+    return;
+  }
+  if (open_.size() >= kMostOpen && open_.count(seq) == 0) {
+    throw std::runtime_error("calls that are too far apart");
+  }
+  auto& calls = open_[seq];
+  const auto is_there = [&](const auto& one) { return one.first == of_host.front().first; };
+  if (std::any_of(calls.begin(), calls.end(), is_there)) {
+    return;
+  }
   const auto size = static_cast<size_t>(roster_.place().size);
+  calls.reserve(size);
+  std::move(of_host.begin(), of_host.end(), std::back_inserter(calls));
   if (calls.size() < size || roster_.place().rank == 0) {
     return;
   }
+  std::sort(calls.begin(), calls.end(),
+            [](const auto& one, const auto& other) { return one.first < other.first; });
   std::vector<Called> called;
   std::vector<Contribution> data;
+  called.reserve(size);
+  data.reserve(size);
   for (auto& [rank, call] : calls) {
     called.push_back(std::move(call.called));
     data.push_back(std::move(*call.data));

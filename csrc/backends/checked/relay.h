@@ -11,6 +11,7 @@
 #include <functional>
 #include <map>
 #include <set>
+#include <utility>
 #include <vector>
 
 #include "backends/checked/protocol.h"
@@ -27,9 +28,14 @@ class Relay {
   // `roster` outlives it.
   Relay(const Roster& roster, Tell tell);
 
-  // What a rank of this host calls, as it says it. Throws std::runtime_error where that makes no
+  // What a rank of this host calls, as it says it. Throw std::runtime_error where that makes no
   // sense.
-  void hear_call(int rank, Payload words);
+  void hear_call(int rank, Payload words) {
+    add_call(rank, take_call(rank, words));
+  }
+  // The two halves of that.
+  Calling take_call(int rank, Payload& words);
+  void add_call(int rank, Calling call);
   // What another leader passes on; the same.
   void hear_calls(int leader, Payload& words);
   // Rank 0 has told of the collective: it is not agreed on here.
@@ -45,7 +51,8 @@ class Relay {
     uint64_t count = 0;
     std::deque<Calling> calls;
   };
-  using Calls = std::map<int, Calling>;  // by rank
+  // Of the ranks of some hosts, those of one after the other's.
+  using Calls = std::vector<std::pair<int, Calling>>;
 
   bool is_for_root() const {
     return roster_.place().rank != 0;
@@ -53,13 +60,11 @@ class Relay {
   bool have_all_called() const;
   // The next collective, which all of this host have called.
   void pass_on();
-  // None: it is settled.
-  Calls* open(uint64_t seq);
   bool is_settled(uint64_t seq) const {
     return seq <= settled_up_to_ || settled_.count(seq) != 0;
   }
-  // Gives the word to go where all have called and agree.
-  void compare(uint64_t seq);
+  // Adds what a host has called, and gives the word to go where all have called and agree.
+  void add(uint64_t seq, Calls of_host);
 
   const Roster& roster_;
   const Tell tell_;

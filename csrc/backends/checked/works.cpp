@@ -25,6 +25,7 @@
 #include "base/gil.h"
 #include "base/profiler_span.h"
 #include "base/timeouts.h"
+#include "base/wait_timer.h"
 #include "work/blocking_work.h"
 #include "work/pending.h"
 #include "work/request_work.h"
@@ -167,6 +168,11 @@ class AgreedWork final : public SignalledWork {
     });
   }
 
+  void take_part() {
+    const WaitTimer timer(timed_backend());
+    help(std::chrono::steady_clock::time_point::max());
+  }
+
  protected:
   void help(std::chrono::steady_clock::time_point until) override {
     const auto group = agreement_.lock();
@@ -184,7 +190,9 @@ class AgreedWork final : public SignalledWork {
         if (const auto callbacks = std::exchange(left_to_do_here, nullptr)) {
           callbacks();
         }
-        check_signals();
+        if (waits) {
+          check_signals();
+        }
       }
     });
   }
@@ -383,7 +391,7 @@ constexpr std::chrono::milliseconds kExplained{500};
 
 c10::intrusive_ptr<c10d::Work> start_agreed(const std::shared_ptr<Agreement>& agreement,
                                             const Group& group, const Inner& inner,
-                                            AgreedCall call) {
+                                            AgreedCall&& call) {
   auto work = c10::make_intrusive<AgreedWork>(call.op, type_of(call.called.op_type), group, inner,
                                               agreement);
   Agreement::Operation operation;
@@ -413,6 +421,10 @@ c10::intrusive_ptr<c10d::Work> start_agreed(const std::shared_ptr<Agreement>& ag
   };
   work->number(agreement->call(std::move(operation)));
   return work;
+}
+
+void take_part(c10d::Work& work) {
+  static_cast<AgreedWork&>(work).take_part();
 }
 
 StartedMessage start_granted(const std::shared_ptr<Agreement>& agreement, const Group& group,

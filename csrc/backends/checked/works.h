@@ -46,7 +46,10 @@ struct AgreedCall {
 
 c10::intrusive_ptr<c10d::Work> start_agreed(const std::shared_ptr<Agreement>& agreement,
                                             const Group& group, const Inner& inner,
-                                            AgreedCall call);
+                                            AgreedCall&& call);
+// For who waits for such a work next: does the agreement's part until it begins, or has failed.
+// Throws what Ctrl-C raises.
+void take_part(c10d::Work& work);
 
 struct StartedMessage {
   c10::intrusive_ptr<c10d::Work> work;  // for the caller
