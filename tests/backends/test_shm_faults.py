@@ -309,6 +309,34 @@ def test_a_wait_with_a_timeout_of_its_own_names_who_is_missing(backend: str) -> 
     run(3, _wait_a_moment, backend=backend)
 
 
+def _wait_for_a_stopped_rank(scratch: Path) -> Report:
+    check_works()
+    mark(scratch, f"rank {dist.get_rank()}")
+    if dist.get_rank() == 0:
+        time.sleep(120)
+    while not (scratch / "stopped").exists():
+        time.sleep(0.01)
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    return report(lambda: work.wait(dt.timedelta(milliseconds=200)))
+
+
+@everywhere
+def test_a_wait_with_a_timeout_of_its_own_names_a_rank_0_that_is_stopped(backend: str) -> None:
+    """It is rank 0 that others ask whom they wait for."""
+    with crew(2, backend) as ranks:
+        for rank in range(2):
+            ranks.start(rank, _wait_for_a_stopped_rank, ranks.scratch)
+        ranks.await_mark("rank 0")
+        ranks.await_mark("rank 1")
+        ranks.signal(0, signal.SIGSTOP)
+        mark(ranks.scratch, "stopped")
+        failure = ranks.result(1)
+        assert (failure.kind, failure.ranks) == ("CollectiveTimeout", [0]), failure
+        asked = f"within 200 ms, got no answer from rank 0 (pid {ranks.pid(0)}, stopped)"
+        assert asked in failure.text, failure
+        ranks.signal(0, signal.SIGCONT)
+
+
 def _disagree_in_flight() -> None:
     x = torch.ones(4 + dist.get_rank())
     for start in (dist.all_reduce, ours.all_reduce):

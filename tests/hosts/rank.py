@@ -382,6 +382,27 @@ def messages_with_one_that_stops() -> None:
     os._exit(0)
 
 
+def waits_for_one_that_stops() -> None:
+    """The last rank waits for rank 0, which is stopped, for half a second."""
+    dist.all_reduce(torch.ones(1))
+    _say(ready=os.getpid())
+    if dist.get_rank() == 0:
+        time.sleep(TIMEOUT.total_seconds())
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    while not os.path.exists(os.environ["TEST_STOPPED"]):
+        time.sleep(0.01)
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    print("waiting", flush=True)
+    begun = time.monotonic()
+    try:
+        work.wait(dt.timedelta(seconds=0.5))
+    except (RuntimeError, KeyboardInterrupt) as error:
+        _say(kind=type(error).__name__, after=time.monotonic() - begun)
+    sys.stdout.flush()
+    os._exit(0)
+
+
 def _until_it_fails(call: Callable[[], None]) -> None:
     dist.all_reduce(torch.ones(1))
     _say(ready=os.getpid())
@@ -534,6 +555,7 @@ def main() -> None:
         "random_calls": random_calls,
         "sends_and_ends": sends_and_ends,
         "messages_with_one_that_stops": messages_with_one_that_stops,
+        "waits_for_one_that_stops": waits_for_one_that_stops,
     }[sys.argv[1]]()
 
 

@@ -68,12 +68,14 @@ class _Ranks:
         return "\n".join(log.read_text() for log in self.logs)
 
     def await_ready(self) -> None:
+        for rank in range(len(self.places)):
+            self.await_word(rank, '"ready"')
+
+    def await_word(self, rank: int, word: str) -> None:
         until = time.monotonic() + DEADLINE
-        for rank, log in enumerate(self.logs):
-            while '"ready"' not in log.read_text():
-                assert time.monotonic() < until, self.text()
-                assert self.processes[rank].poll() is None, self.text()
-                time.sleep(0.02)
+        while word not in self.logs[rank].read_text():
+            assert time.monotonic() < until and self.processes[rank].poll() is None, self.text()
+            time.sleep(0.02)
 
     def kill(self, victim: int) -> dict[int, Any]:
         """Ends a rank; what the others say, all of which name it."""
@@ -287,6 +289,21 @@ def test_a_host_that_is_stopped_is_named_at_the_timeout(tmp_path: Path) -> None:
             assert said["kind"] == "CollectiveTimeout", said
             assert said["ranks"] == [2, 3], said
             assert "on host1, silent)" in said["text"], said
+
+
+def test_an_interrupt_ends_a_wait_that_asks_whom_it_waits_for(tmp_path: Path) -> None:
+    """The wait is over time, and rank 0, which has seconds to answer, does not."""
+    stopped, scenario = tmp_path / "stopped", "waits_for_one_that_stops"
+    with _ranks((0, 1), scenario, tmp_path, TEST_STOPPED=str(stopped)) as ranks:
+        ranks.await_ready()
+        ranks.hosts.signal(ranks.processes[0], signal.SIGSTOP)
+        stopped.touch()
+        ranks.await_word(1, "waiting")
+        time.sleep(1.5)
+        ranks.hosts.signal(ranks.processes[1], signal.SIGINT)
+        said = ranks.result(1)
+        # Before rank 0 has had its time.
+        assert said["kind"] == "KeyboardInterrupt" and 1 < said["after"] < 5, said
 
 
 def test_messages_of_a_rank_that_is_stopped_name_it(tmp_path: Path) -> None:
