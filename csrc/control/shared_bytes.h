@@ -27,10 +27,14 @@ class SharedBytes {
       : SharedBytes(std::string(text)) {}
   SharedBytes(std::shared_ptr<const char> first, size_t size)
       : first_(std::move(first)), size_(size) {}
+  // Of little bytes in one piece of memory, in which they are aligned.
   static SharedBytes copy_of(std::string_view bytes) {
-    const auto all = std::make_shared_for_overwrite<char[]>(bytes.size());
-    bytes.copy(all.get(), bytes.size());
-    return {std::shared_ptr<const char>(all, all.get()), bytes.size()};
+    if (bytes.size() > kLittle) {
+      return SharedBytes(std::string(bytes));
+    }
+    const auto all = std::make_shared<Little>();
+    bytes.copy(all->bytes, bytes.size());
+    return {std::shared_ptr<const char>(all, all->bytes), bytes.size()};
   }
 
   const char* data() const {
@@ -65,7 +69,7 @@ class SharedBytes {
   }
   // What may be kept for longer.
   SharedBytes kept() const {
-    return are_lent_ ? SharedBytes(std::string(std::string_view(*this))) : *this;
+    return are_lent_ ? copy_of(*this) : *this;
   }
 
   friend bool operator==(const SharedBytes& a, const SharedBytes& b) {
@@ -73,8 +77,12 @@ class SharedBytes {
   }
 
  private:
-  // What is less is copied in less time than it takes to keep a string.
+  // So much is copied in less time than it takes to keep a string.
   static constexpr size_t kLittle = 256;
+  struct Little {
+    Little() {}  // NOLINT(modernize-use-equals-default): with nothing in it
+    alignas(std::max_align_t) char bytes[kLittle];
+  };
 
   std::shared_ptr<const char> first_;
   size_t size_ = 0;

@@ -12,10 +12,12 @@ namespace c10d_ext {
 
 namespace {
 
-// Whether it is Ctrl-C, or what else is no error of the call that it ends.
-bool is_interrupt(const pybind11::error_already_set& error) {
+// Whether it is Ctrl-C, or what the handler of another signal raises, and no error of what is
+// waited for. Of a work of ours that is known: what a group written in Python raises ends it.
+bool is_interrupt(const pybind11::error_already_set& error, const c10d::Work& inner) {
   pybind11::gil_scoped_acquire gil;
-  return !error.matches(PyExc_Exception);
+  const auto* own = dynamic_cast<const RequestWork*>(&inner);
+  return !error.matches(PyExc_Exception) || (own != nullptr && !own->exception());
 }
 
 }  // namespace
@@ -87,7 +89,7 @@ void PendingWork::await(std::chrono::milliseconds timeout) {
     try {
       without_gil([&] { inner->wait(timeout); });
     } catch (const pybind11::error_already_set& e) {
-      if (is_interrupt(e)) {
+      if (is_interrupt(e, *inner)) {
         throw;  // what it waits for goes on, or has just come to its end
       }
       complete(std::current_exception());

@@ -130,7 +130,7 @@ void attach_agreed(const Group& group, const CollectiveRequest& request,
   if (SyncScope::is_on()) {
     try {
       take_part(*work);
-    } catch (...) {  // Ctrl-C: it goes on
+    } catch (...) {  // Ctrl-C, or another signal: it goes on
       const SyncScope goes_on(false);
       attach_it();
       throw;

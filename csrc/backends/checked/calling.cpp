@@ -127,8 +127,9 @@ Calling CallReader::take(Payload& words) {
 std::vector<std::pair<int, Calling>> CallReader::take_relayed(
     Payload& words, const std::function<bool(int rank)>& is_led) {
   std::vector<std::pair<int, Calling>> calls;
-  calls.reserve(static_cast<size_t>(ranks_));
-  for (auto left = words.number_within(1, ranks_); left > 0; --left) {
+  auto left = words.number_within(1, ranks_);
+  calls.reserve(static_cast<size_t>(left));
+  for (; left > 0; --left) {
     const auto rank = static_cast<int>(words.number_within(0, ranks_ - 1));
     if (!is_led(rank)) {
       throw std::runtime_error("a call that is not this leader's to pass on");

@@ -207,20 +207,16 @@ void Duties::say_call(const Calling& call) {
   }
   std::optional<Payload> words;
   if (!relay_ && by_leader) {
+    const int leader = roster_.own_host().front();
     words = encoded(call);
-    tell_leader(*words);
+    if (left_.count(leader) == 0) {
+      star_.say(leader, kCalling, *words);
+    } else {
+      participant_.say_count();
+    }
   }
   if (!by_leader || !call.data) {
     star_.say(0, kCalling, words ? *words : encoded(call));
-  }
-}
-
-void Duties::tell_leader(const Payload& words) {
-  const int leader = roster_.own_host().empty() ? 0 : roster_.own_host().front();
-  if (leader != 0 && left_.count(leader) != 0) {
-    participant_.say_count();
-  } else if (leader != 0) {
-    star_.say(leader, kCalling, words);
   }
 }
 

@@ -67,7 +67,6 @@ class Duties final : private Star::Listener {
   // What it calls, to this rank's leader, and to rank 0 what has no data or is its own host's. Both
   // may be this one.
   void say_call(const Calling& call);
-  void tell_leader(const Payload& words);
   // As the coordinator, or a leader. To a rank, which may be this one.
   void tell(int rank, Says kind, const Payload& words);
 

@@ -120,7 +120,7 @@ class OpenCalls {
   // Guarded by mutex_ from here on.
   uint64_t count_ = 0, posted_ = 0;
   LastCalled last_called_;
-  std::atomic<bool> leaving_{false};  // read without the lock, too
+  std::atomic<bool> leaving_{false};  // may be read without it
   bool has_left_ = false;
   std::vector<News> news_;
   // The answer once it is there.

@@ -179,9 +179,9 @@ class AgreedWork final : public SignalledWork {
     if (!group) {
       return;
     }
-    constexpr Milliseconds kLook{50};  // for Ctrl-C
+    constexpr Milliseconds kLook{50};  // for Ctrl-C, while it goes on
     without_gil([&] {
-      bool waits = state_.number() > 0;
+      bool waits = state_.number() > 0 && status() == WorkStatus::Queued;
       const auto begun = Clock::now();
       for (auto now = begun; waits && now < until; now = Clock::now()) {
         awaited_here = this;

@@ -47,8 +47,8 @@ struct AgreedCall {
 c10::intrusive_ptr<c10d::Work> start_agreed(const std::shared_ptr<Agreement>& agreement,
                                             const Group& group, const Inner& inner,
                                             AgreedCall&& call);
-// For who waits for such a work next: does the agreement's part until it begins, or has failed.
-// Throws what Ctrl-C raises.
+// For who waits next for what start_agreed() returned: does the agreement's work until it begins or
+// has failed, or not at all where another thread does that. Throws what signals' handlers raise.
 void take_part(c10d::Work& work);
 
 struct StartedMessage {
