@@ -31,11 +31,9 @@ void Connection::say(uint32_t kind, const Payload& sentence) {
   const Heading heading{static_cast<uint32_t>(words.size()), kind, sentence.attached_bytes()};
   const std::string_view head(reinterpret_cast<const char*>(&heading), sizeof(heading));
   size_t sent = 0;
-  if (!unsent_.empty()) {
-    // It waits for its turn.
-  } else if (sentence.attached().empty()) {
+  if (unsent_.empty() && sentence.attached().empty()) {
     sent = send(std::array{head, std::string_view(words)});
-  } else {
+  } else if (unsent_.empty()) {
     std::vector<std::string_view> pieces{head, words};
     pieces.insert(pieces.end(), sentence.attached().begin(), sentence.attached().end());
     sent = send(pieces);

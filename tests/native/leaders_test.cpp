@@ -290,6 +290,8 @@ void a_leader_passes_on_what_its_host_calls() {
     CHECK((leader.said() == std::vector<Said>{{0, kRelaying, all}, {4, kRelaying, all}}));
     auto of_c = together(4, {call(4), call(5)}), of_a = together(0, {call(0), call(1)});
     (*leader).hear_calls(4, of_c);
+    auto again = together(4, {call(4), call(5)});
+    (*leader).hear_calls(4, again);  // counts once
     CHECK(leader.said().empty());
     (*leader).hear_calls(0, of_a);
     Payload go;

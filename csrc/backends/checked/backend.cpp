@@ -121,7 +121,8 @@ std::unique_ptr<Agreement> meet(const Rendezvous& expected, const Group& group,
   });
 }
 
-// Of who waits for it at once little data is there before it is attached to anything.
+// Attaches the work to what it writes. A caller who waits at once takes part in the agreement
+// first: little data is there then, and there is nothing left to attach.
 void attach_agreed(const Group& group, const CollectiveRequest& request,
                    const c10::intrusive_ptr<c10d::Work>& work) {
   const auto attach_it = [&] {

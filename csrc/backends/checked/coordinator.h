@@ -29,7 +29,7 @@ class Coordinator {
 
   // What a rank says. Throws std::runtime_error where that makes no sense.
   void hear(int rank, uint32_t kind, Payload& words);
-  // What rank 0, or another rank of its host, calls. The same.
+  // What rank 0 calls, or another rank of its host. Throws as hear().
   void add_call(int rank, const Calling& call);
   // Which receive of rank 0 takes the message that a rank posts, the data of which is yet to come.
   // Throws as hear().

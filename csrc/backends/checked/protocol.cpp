@@ -19,7 +19,7 @@ void tell_go(uint64_t seq, const std::vector<Contribution>& data, const std::vec
   const bool has_parts =
       std::any_of(data.begin(), data.end(), [](const auto& one) { return one.has_parts(); });
   std::optional<Payload> words;
-  // Last to the first, who says it and has other things to do then.
+  // The first of them says it, and tells itself last: it has other things to do then.
   for (auto rank = ranks.rbegin(); rank != ranks.rend(); ++rank) {
     if (!words || has_parts) {
       words = Payload().put(static_cast<int64_t>(seq));

@@ -164,7 +164,7 @@ void Relay::add(uint64_t seq, Calls of_host) {
   auto& calls = open_[seq];
   const auto is_there = [&](const auto& one) { return one.first == of_host.front().first; };
   if (std::any_of(calls.begin(), calls.end(), is_there)) {
-    return;
+    return;  // its leader has said so before
   }
   const auto size = static_cast<size_t>(roster_.place().size);
   calls.reserve(size);

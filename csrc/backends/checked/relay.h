@@ -33,7 +33,7 @@ class Relay {
   void hear_call(int rank, Payload words) {
     add_call(rank, take_call(rank, words));
   }
-  // The two halves of that.
+  // The two halves of that; the second one also for what this leader itself calls.
   Calling take_call(int rank, Payload& words);
   void add_call(int rank, Calling call);
   // What another leader passes on; the same.
