@@ -978,6 +978,69 @@ def test_messages_pass_between_ranks_that_stay(backend: str) -> None:
     run(3, _goes_on_after_a_rank_left, backend=backend)
 
 
+def _leaves_with_messages(leaver: int, count: int) -> None:
+    rank = dist.get_rank()
+    group = dist.new_group()
+    check_works(group)
+    x = torch.arange(count) + 10.0 * rank
+    y = torch.empty(count)
+    if rank == leaver:
+        dist.isend(x, 2, group)  # nobody has its work
+        works = [dist.isend(x, 2, group, tag=1), dist.irecv(y, None, group, tag=2)]
+        dist.destroy_process_group(group)
+        for work in works:
+            work.wait()
+        assert torch.equal(y, torch.arange(count) + 20.0)
+    elif rank == 2:
+        time.sleep(0.2)  # it leaves meanwhile
+        for tag in (1, 0):
+            y.fill_(-1)
+            dist.recv(y, leaver, group, tag=tag)
+            assert torch.equal(y, torch.arange(count) + 10.0 * leaver)
+        dist.send(x, leaver, group, tag=2)
+    dist.barrier()
+    if rank != leaver:
+        dist.destroy_process_group(group)
+
+
+def _leaves_with_messages_of_all_sizes() -> None:
+    for leaver in (1, 0):
+        for count in (3, 1 << 20):
+            _leaves_with_messages(leaver, count)
+
+
+@everywhere
+def test_who_leaves_waits_for_its_messages(backend: str) -> None:
+    run(3, _leaves_with_messages_of_all_sizes, backend=backend)
+
+
+def _leaves_with_messages_for_nobody() -> None:
+    rank = dist.get_rank()
+    group = dist.new_group()
+    check_works(group)
+    if rank == 1:
+        works = {
+            "send": dist.isend(torch.ones(1 << 20), 0, group),
+            "recv": dist.irecv(torch.empty(3), 0, group, tag=1),
+        }
+        dist.destroy_process_group(group)
+        for op, work in works.items():
+            failure = report(work.wait)
+            assert failure.kind == "GroupClosed" and failure.ranks == [], failure
+            assert failure.text.startswith(f"{op}: the group must be alive, got a destroyed one (")
+    dist.barrier()
+    if rank == 0:
+        failure = report(lambda: dist.recv(torch.empty(1 << 20), 1, group))
+        assert failure.kind == "RankLost" and failure.ranks == [1], failure
+        dist.destroy_process_group(group)
+
+
+@pytest.mark.long
+@everywhere
+def test_messages_that_nobody_takes_fail_when_their_group_is_destroyed(backend: str) -> None:
+    run(2, _leaves_with_messages_for_nobody, backend=backend)
+
+
 # --- signals -------------------------------------------------------------------------------------
 
 

@@ -338,6 +338,11 @@ def test_a_killed_rank_is_named_on_all_survivors(name: str, hosts: str) -> None:
     faults.test_a_killed_rank_is_named_on_all_survivors(name, f"hosts:{hosts}")
 
 
+@pytest.mark.parametrize("hosts", ("aab", "abb"))
+def test_who_leaves_waits_for_its_messages(hosts: str) -> None:
+    faults.test_who_leaves_waits_for_its_messages(f"hosts:{hosts}")
+
+
 def _one_must_not_share() -> None:
     rank = dist.get_rank()
     if rank == 2:

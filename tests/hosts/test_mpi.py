@@ -347,6 +347,7 @@ def test_the_group_can_be_shrunk_to_the_survivors(victim: int) -> None:
         faults.test_messages_around_one_that_is_refused_arrive,
         faults.test_a_receive_gives_up_at_its_deadline,
         faults.test_messages_pass_between_ranks_that_stay,
+        faults.test_who_leaves_waits_for_its_messages,
         faults.test_a_destroyed_group_says_so,
         faults.test_a_forked_child_cannot_use_the_group_and_does_not_harm_it,
     ),

@@ -248,6 +248,17 @@ class End {
     CHECK(!state_->failure);
     return state_->peer;
   }
+  bool has_failed() {
+    std::lock_guard lock(state_->mutex);
+    return state_->failure.has_value();
+  }
+  // Whether it begins; it fails where it does not.
+  bool begins() {
+    std::unique_lock lock(state_->mutex);
+    CHECK(state_->changed.wait_for(lock, kLong,
+                                   [this] { return state_->peer >= 0 || state_->failure; }));
+    return state_->peer >= 0;
+  }
   Failure failure() {
     std::unique_lock lock(state_->mutex);
     CHECK(state_->changed.wait_for(lock, kLong, [this] { return state_->failure.has_value(); }));
@@ -681,6 +692,65 @@ void messages_of_ranks_that_left_are_denied() {
   CHECK((any.failure().ranks == std::vector<int>{1, 2, 3}));
 }
 
+void who_leaves_waits_for_its_messages() {
+  for (const auto& [leaver, apart] : {std::pair(1, false), {0, false}, {1, true}, {0, true}}) {
+    Ranks ranks(3, apart);
+    End sent, little, received, to, to_little, from;
+    post_send(ranks, leaver, 2, sent);
+    post_little(ranks, leaver, 2, little, 'x', 1);
+    post_receive(ranks, leaver, 2, received);
+    std::thread leaves([&, leaver = leaver] { ranks[leaver].leave(kLong); });
+    std::this_thread::sleep_for(50ms);
+    post_receive(ranks, 2, leaver, to);
+    post_receive(ranks, 2, leaver, to_little, 1);
+    post_send(ranks, 2, leaver, from);
+    for (auto* end : {&sent, &little, &received}) {
+      CHECK(end->peer() == 2);
+    }
+    for (auto* end : {&to, &to_little, &from}) {
+      CHECK(end->peer() == leaver);
+    }
+    leaves.join();
+  }
+}
+
+void both_ends_hear_the_same_of_a_message_of_who_leaves() {
+  int begun = 0, given_up = 0;
+  for (int i = 0; i < 200 || ((begun == 0 || given_up == 0) && i < 5000); ++i) {
+    Ranks ranks(3, /*apart=*/i / 6 % 2 != 0);
+    const int leaver = i % 2, kind = i / 2 % 3, source = i / 12 % 2 == 0 ? leaver : -1;
+    End own, others;
+    if (kind == 0) {
+      post_send(ranks, leaver, 2, own);
+    } else if (kind == 1) {
+      post_little(ranks, leaver, 2, own, 'x');
+    } else {
+      post_receive(ranks, leaver, 2, own);
+    }
+    std::thread leaves([&] { ranks[leaver].leave(1ms); });
+    std::this_thread::sleep_for(std::chrono::microseconds(i % 40 * 50));
+    if (kind == 2) {
+      post_send(ranks, 2, leaver, others);
+    } else {
+      post_receive(ranks, 2, source, others);
+    }
+    leaves.join();
+    if (kind != 2 && source < 0 && own.has_failed()) {
+      continue;  // somebody else may send
+    }
+    const bool begins = own.begins();
+    CHECK(others.begins() == begins);
+    if (!begins) {
+      const auto failure = own.failure();
+      CHECK(failure.kind == Kind::Closed && failure.ranks.empty());
+      CHECK_HAS(failure.text, ": the group must be alive, got a destroyed one (rank");
+      CHECK(others.failure().kind == Kind::RankLost);
+    }
+    ++(begins ? begun : given_up);
+  }
+  CHECK(begun > 0 && given_up > 0);
+}
+
 void the_end_of_a_group_is_that_of_its_messages() {
   {
     Ranks ranks(3);
@@ -1086,6 +1156,8 @@ const std::vector<Test> kTests = {
     TEST(messages_and_collectives_do_not_wait_for_each_other),
     TEST(a_message_that_nobody_answers_is_given_up),
     TEST(messages_of_ranks_that_left_are_denied),
+    TEST(who_leaves_waits_for_its_messages),
+    TEST(both_ends_hear_the_same_of_a_message_of_who_leaves),
     TEST(the_end_of_a_group_is_that_of_its_messages),
     TEST(nothing_begins_before_all_have_called),
     TEST(ranks_that_send_different_numbers_of_tensors_end_the_group),

@@ -61,6 +61,46 @@ void what_is_received_is_not_given_up() {
   CHECK(is_over(sent) && !group.has_messages());
 }
 
+// As above, by a rank of rank 0's host, or another one's, while rank 0 is asked.
+void what_is_received_meanwhile_is_not_given_up() {
+  for (const int receiver : {3, 5}) {
+    Group group;
+    auto& sent = group.send(1, receiver, 0, "data", true, 0ms);
+    group.look(1);
+    group.hear_all({1, 0});
+    group.answer_what_is_ripe();
+    group.hear_all({0, 1});
+    CHECK(sent.ends == 0);
+    group.hear(Group::direct(1, receiver));
+    CHECK(group.receive(receiver, 1, 0, 4).data == "data");
+    group.hear_everything();
+    CHECK(is_over(sent) && !group.has_messages());
+  }
+}
+
+// The receive that comes then, before rank 0 has said so, takes the next one.
+void what_is_withdrawn_is_not_received() {
+  for (const int receiver : {3, 5}) {
+    Group group;
+    auto& late = group.send(1, receiver, 0, "late", true, 0ms);
+    group.hear(Group::direct(1, receiver));
+    group.look(1);
+    group.hear_all({1, 0});
+    group.hear_all({0, receiver});
+    group.hear_all({receiver, 0});
+    auto& received = group.receive(receiver, 1, 0, 4);
+    group.hear_all({receiver, 0});
+    group.hear_all({0, 1});
+    CHECK(late.ends == 0);
+    group.answer_what_is_ripe();
+    group.hear_everything();
+    CHECK(has_timed_out(late) && received.ends == 0);
+    auto& next = group.send(1, receiver, 0, "next");
+    group.hear_everything();
+    CHECK(received.data == "next" && is_over(next));
+  }
+}
+
 // Who receives does not answer: the sender's time is over, and the message is there until it does.
 void a_silent_receiver_takes_it_later_or_lets_go() {
   for (const bool takes : {true, false}) {
@@ -235,6 +275,8 @@ void what_is_given_up_does_not_wait() {
 const std::vector<Test> kTests = {
     TEST(a_send_is_given_up_at_both_ends),
     TEST(what_is_received_is_not_given_up),
+    TEST(what_is_received_meanwhile_is_not_given_up),
+    TEST(what_is_withdrawn_is_not_received),
     TEST(a_silent_receiver_takes_it_later_or_lets_go),
     TEST(data_that_does_not_come_is_late),
     TEST(what_is_matched_while_it_is_late_is_answered),

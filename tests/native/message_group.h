@@ -122,7 +122,7 @@ class Group {
       for (const auto& route : all) {
         hear_all(route);
       }
-      coordinator_.look(std::chrono::steady_clock::now());
+      answer_what_is_ripe();
     }
   }
   // Ends of messages that have had their time, and rank 0's answers.
@@ -133,6 +133,10 @@ class Group {
   // As if ranks that have not answered had had their time.
   void answer() {
     coordinator_.look(std::chrono::steady_clock::now() + kNotYet);
+  }
+  // What it need not wait for any longer.
+  void answer_what_is_ripe() {
+    coordinator_.look(std::chrono::steady_clock::now());
   }
   bool has_messages() const {
     return coordinator_.has_messages();

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "backends/checked/duties.h"
+#include "backends/checked/failures.h"
 #include "backends/checked/open_calls.h"
 #include "backends/checked/protocol.h"
 #include "backends/checked/questions.h"
@@ -200,7 +201,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
 
   std::optional<Failure> failure(const std::string& op, uint64_t seq, Milliseconds within) const {
     if (is_foreign()) {
-      return calls_.closed(op, seq, kForked);
+      return failure_of(roster_.place(), Kind::Closed, op, seq, kForked);
     }
     return calls_.failure(op, seq, within);
   }
@@ -253,8 +254,8 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
       can_wait = thread_.get_id() != std::this_thread::get_id();
       thread_.detach();
     }
-    calls_.leave(can_wait ? std::optional(grace) : std::nullopt);
-    duties_.star().wake(Star::Waiter::Thread);
+    calls_.leave(can_wait ? std::optional(grace) : std::nullopt,
+                 [this] { duties_.star().wake(Star::Waiter::Thread); });
     if (can_wait) {
       calls_.wait_until_left();
     }
@@ -290,7 +291,7 @@ class Agreement::Impl : public std::enable_shared_from_this<Impl> {
   template <class Enter>
   uint64_t tell(OpenCall&& call, const Enter& enter) {
     if (is_foreign()) {
-      call.fail(calls_.closed(call.op, 0, kForked));
+      call.fail(failure_of(roster_.place(), Kind::Closed, call.op, 0, kForked));
       return 0;
     }
     const bool is_little = static_cast<bool>(call.receive);

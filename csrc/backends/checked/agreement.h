@@ -81,7 +81,9 @@ class Agreement {
                                          Milliseconds timeout, const std::string& machine = {},
                                          Lose lose = {});
   ~Agreement();
-  // What is in flight may end meanwhile; what has not by then, and what is called later, fails.
+  // What is in flight may end meanwhile: collectives, and messages that wait for their other ends,
+  // which rank 0 is asked to give up after that, so that neither end begins without the other. What
+  // has not ended by then, and what is called later, fails.
   // Rank 0 goes on for the others until all of them have left: they may have messages among
   // themselves.
   void leave(Milliseconds grace);

@@ -173,19 +173,20 @@ CheckedBackend::CheckedBackend(c10::intrusive_ptr<c10d::Backend> inner,
       group_({}, options.group_name, rank_, size_),
       agreement_(meet(Rendezvous(group_, store_, global_ranks_, options.backend), group_,
                       options.timeout, *inner_)),
+      membership_(std::make_shared<Membership>(agreement_)),
       little_(little_of(inner_can_, piggyback, *agreement_)),
       little_can_(capabilities_for_little(inner_can_, agreement_->led_hosts())),
       piggyback_(make_piggyback_backend(group_)),
       known_group_(
           known_group(global_ranks_, [a = agreement_](int rank) { return a->gone(rank); })) {
-  OpenGroups<Agreement>::of_this_process().add(agreement_);
+  OpenGroups<Membership>::of_this_process().add(membership_);
   WaitTimer::expect(inner_info_.name);
   init();
 }
 
 void CheckedBackend::close_all(Milliseconds grace) {
-  OpenGroups<Agreement>::of_this_process().close_all(
-      grace, [](Agreement& group, Milliseconds left) { group.leave(left); });
+  OpenGroups<Membership>::of_this_process().close_all(
+      grace, [](Membership& group, Milliseconds left) { group.leave(left); });
   constexpr Milliseconds kService{5000}, kLook{50};
   Agreement::end_service(grace > Milliseconds(0) ? kService : grace);
   while (Agreement::serves(kLook)) {
@@ -197,7 +198,7 @@ CheckedBackend::~CheckedBackend() {
   // gloo's threads, which are waited for, may be at a callback written in Python.
   without_gil([this] {
     batch_.clear();
-    leave();
+    membership_->leave(kCloseGrace);
     if (agreement_->has_abandoned() || agreement_->is_foreign()) {
       // What waits for ranks that are gone nobody can end, and gloo's end would wait for it, or for
       // threads that a fork has left behind.
@@ -308,13 +309,8 @@ CheckedBackend::WorkPtr CheckedBackend::post_message(const Message& message, con
   auto begin = [inner = inner_, start = std::move(start)](int peer) { return start(*inner, peer); };
   auto started = start_granted(agreement_, group_, inner_info_,
                                {message, wire, most, timeout_, std::move(begin)});
-  messages_.add(started.end);
+  membership_->add(started);
   return started.work;
-}
-
-void CheckedBackend::leave() {
-  agreement_->leave(kCloseGrace);
-  messages_.abort();
 }
 
 CheckedBackend::WorkPtr CheckedBackend::run(const MethodCall& call, const Message& message) {
@@ -435,7 +431,7 @@ void CheckedBackend::abort() {
 }
 
 void CheckedBackend::shutdown() {
-  without_gil([this] { leave(); });
+  without_gil([this] { membership_->leave(kCloseGrace); });
   inner_->shutdown();
 }
 

@@ -14,7 +14,7 @@
 
 #include "backends/adapter/adapter.h"
 #include "backends/checked/agreement.h"
-#include "backends/checked/messages_in_flight.h"
+#include "backends/checked/membership.h"
 #include "backends/checked/works.h"
 #include "backends/process_group/request_backend.h"
 #include "backends/request.h"
@@ -103,8 +103,6 @@ class CheckedBackend final : public RequestBackend {
   // For a call with this timeout, or unset. `for_little`: where little is reduced.
   Adapter inner(std::string_view op, Milliseconds timeout, bool for_little) const;
 
-  // What is in flight ends.
-  void leave();
   c10::intrusive_ptr<Backend> make_backend(std::string_view op,
                                            const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                            int size, Milliseconds timeout, const std::string& name,
@@ -124,12 +122,12 @@ class CheckedBackend final : public RequestBackend {
   const Inner inner_info_;
   const Group group_;  // for texts
   // Works may outlive the backend; they hold this while they use it.
-  std::shared_ptr<Agreement> agreement_;
+  const std::shared_ptr<Agreement> agreement_;
+  const std::shared_ptr<Membership> membership_;
   const Little little_;
   const Capabilities little_can_;
   const c10::intrusive_ptr<c10d::Backend> piggyback_;  // what is little is lowered to it
   const std::shared_ptr<const KnownGroup> known_group_;
-  MessagesInFlight messages_;
 
   // Between startCoalescing and endCoalescing: what has been started.
   std::vector<WorkPtr> batch_;

@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "backends/checked/failures.h"
 #include "base/timeouts.h"
 
 namespace c10d_ext {
@@ -28,30 +29,10 @@ std::string text_of_late(uint64_t seq, const OpenCall& call) {
 
 }  // namespace
 
-// --- Texts -------------------------------------------------------------------------------------
-
-Failure CallTable::failure_of(ErrorKind kind, const std::string& op, uint64_t seq,
-                              const std::string& text, std::vector<int> ranks) const {
-  return {kind, op + ": " + text + " " + roster_.place().text(), std::move(ranks), op, seq};
-}
-
-Failure CallTable::closed(const std::string& op, uint64_t seq, const std::string& text) const {
-  return failure_of(ErrorKind::Closed, op, seq, text, {});
-}
-
 Failure CallTable::told(const std::string& op, uint64_t seq,
                         const std::optional<int64_t>& tag) const {
-  std::string text = end_->why;
-  if (end_->kind == ErrorKind::RankLost) {
-    text = text_of_loss(tag        ? text_of_message(*tag)
-                        : seq == 0 ? "message"
-                                   : "collective " + std::to_string(seq),
-                        text);
-  }
-  return failure_of(end_->kind, op, seq, text, end_->ranks);
+  return failure_of(roster_.place(), *end_, op, seq, tag);
 }
-
-// --- Calls -------------------------------------------------------------------------------------
 
 void CallTable::add(Calls& calls, uint64_t seq, OpenCall&& call) {
   call.late = after(call.timeout);
@@ -104,8 +85,18 @@ void CallTable::grant(uint64_t number, uint64_t peer, std::optional<SharedBytes>
 
 void CallTable::deny(Calls& calls, uint64_t seq, ErrorKind kind, const Difference& why) {
   if (auto denied = calls.extract(seq)) {
-    auto failure = failure_of(kind, denied.mapped().op, seq, why.text, why.ranks);
+    const auto& op = denied.mapped().op;
+    auto failure = gives_up_ && kind == ErrorKind::Timeout
+                       ? failure_of_left(roster_.place(), op, seq)
+                       : failure_of(roster_.place(), kind, op, seq, why.text, why.ranks);
     fails_.push_back({std::move(denied.mapped()), std::move(failure)});
+  }
+}
+
+void CallTable::give_up_messages() {
+  gives_up_ = true;
+  for (const auto& [number, call] : messages_) {
+    ask_again(number);
   }
 }
 
@@ -161,15 +152,14 @@ std::vector<CallTable::Failed> CallTable::close() {
   begins_.clear();
   for (auto* calls : {&waiting_, &running_, &messages_}) {
     for (auto& [seq, call] : *calls) {
-      auto failure = end_ ? told(call.op, seq, call.tag) : closed(call.op, seq, kDestroyed);
+      auto failure =
+          end_ ? told(call.op, seq, call.tag) : failure_of_left(roster_.place(), call.op, seq);
       fails.push_back({std::move(call), std::move(failure)});
     }
     calls->clear();
   }
   return fails;
 }
-
-// --- What there is to do -----------------------------------------------------------------------
 
 CallTable::Clock::time_point CallTable::next_late() const {
   auto next = end_ ? kNever : soonest_;
@@ -189,7 +179,8 @@ CallTable::Late CallTable::take_late(Clock::time_point now,
     soonest_ = kNever;
     for (auto* calls : {&waiting_, &messages_}) {
       for (auto& [seq, call] : *calls) {
-        if (call.late <= now && (call.asked || is_root_stopped())) {
+        const bool is_given_up = gives_up_ && calls == &messages_;
+        if (call.late <= now && (call.asked || (!is_given_up && is_root_stopped()))) {
           late.unanswered = text_of_late(seq, call);
         } else if (call.late <= now) {
           call.asked = true;

@@ -83,7 +83,6 @@ class CallTable {
   using Begin = std::pair<uint64_t, std::function<void(uint64_t)>>;
 
   static constexpr auto kNever = Clock::time_point::max();
-  static constexpr char kDestroyed[] = "the group must be alive, got a destroyed one";
 
   using Failed = FailedCall;
   using Late = LateCalls;
@@ -121,6 +120,8 @@ class CallTable {
       found->second.late = soonest_ = Clock::now();
     }
   }
+  // Rank 0 is to be asked at once to give up those that wait: the group is about to be left.
+  void give_up_messages();
   // A collective whose data is there, which runs no longer; none where it did not.
   std::optional<OpenCall> take_running(uint64_t seq);
   // Its data does not come. Whether rank 0 is to be asked why.
@@ -168,9 +169,11 @@ class CallTable {
   bool has_collectives() const {
     return !waiting_.empty() || !running_.empty();
   }
+  // Whether messages wait for their other ends.
+  bool has_messages() const {
+    return !messages_.empty();
+  }
 
-  // Of a group that is no more; the only one that needs no lock.
-  Failure closed(const std::string& op, uint64_t seq, const std::string& text) const;
   // Of what ends with the group, once it has ended.
   Failure told(const std::string& op, uint64_t seq, const std::optional<int64_t>& tag) const;
 
@@ -181,12 +184,10 @@ class CallTable {
   // Those that leaders may yet say to go with wait on.
   void keep_agreed(const End& end);
   void deny(Calls& calls, uint64_t seq, ErrorKind kind, const Difference& why);
-  Failure failure_of(ErrorKind kind, const std::string& op, uint64_t seq, const std::string& text,
-                     std::vector<int> ranks) const;
 
   const Roster& roster_;
   const Milliseconds verdict_;
-  bool abandoned_ = false;
+  bool abandoned_ = false, gives_up_ = false;
   uint64_t agreed_ = 0;
   Calls waiting_;  // for the other ranks to call it
   Calls running_;

@@ -1,10 +1,14 @@
 #include "backends/checked/open_calls.h"
 
+#include "backends/checked/failures.h"
 #include "base/timeouts.h"
 
 namespace c10d_ext {
 
 namespace {
+
+// What rank 0 has to give up messages of a rank that leaves.
+constexpr OpenCalls::Milliseconds kGivenUp{1000};
 
 OpenCalls::Clock::time_point after(OpenCalls::Milliseconds time) {
   return OpenCalls::Clock::now() + bounded(time);
@@ -18,7 +22,8 @@ std::optional<OpenCalls::Failed> OpenCalls::refuse(OpenCall& call, uint64_t seq)
   if (!table_.end() && !leaving_) {
     return std::nullopt;
   }
-  auto failure = leaving_ ? closed(call.op, seq, kDestroyed) : table_.told(call.op, seq, call.tag);
+  auto failure = leaving_ ? failure_of_left(roster_.place(), call.op, seq)
+                          : table_.told(call.op, seq, call.tag);
   return Failed{std::move(call), std::move(failure)};
 }
 
@@ -67,53 +72,13 @@ bool OpenCalls::done(uint64_t seq) {
   return over->is_long || table_.has_begins();
 }
 
-uint64_t OpenCalls::count() const {
-  const std::lock_guard lock(mutex_);
-  return count_;
-}
-
-size_t OpenCalls::most_with_words(int peer) const {
-  const std::lock_guard lock(mutex_);
-  return messages_.most_with_words(peer);
-}
-
-uint64_t OpenCalls::agreed() const {
-  const std::lock_guard lock(mutex_);
-  return table_.agreed();
-}
-
-bool OpenCalls::has_collectives() const {
-  const std::lock_guard lock(mutex_);
-  return table_.has_collectives();
-}
-
-bool OpenCalls::is_waiting(uint64_t seq) const {
-  const std::lock_guard lock(mutex_);
-  return table_.is_waiting(seq);
-}
-
-bool OpenCalls::is_message_waiting(uint64_t number) const {
-  const std::lock_guard lock(mutex_);
-  return table_.is_message_waiting(number);
-}
-
 std::optional<Failure> OpenCalls::failure(const std::string& op, uint64_t seq,
                                           Milliseconds within) const {
   std::unique_lock lock(mutex_);
   changed_.wait_until(lock, after(within), [this] { return table_.end().has_value() || leaving_; });
-  return leaving_       ? std::optional(closed(op, seq, kDestroyed))
+  return leaving_       ? std::optional(failure_of_left(roster_.place(), op, seq))
          : table_.end() ? std::optional(table_.told(op, seq, std::nullopt))
                         : std::nullopt;
-}
-
-std::optional<End> OpenCalls::end() const {
-  const std::lock_guard lock(mutex_);
-  return table_.end();
-}
-
-bool OpenCalls::has_abandoned() const {
-  const std::lock_guard lock(mutex_);
-  return table_.has_abandoned();
 }
 
 void OpenCalls::expect_answer(Asked asked) {
@@ -141,13 +106,21 @@ std::optional<Difference> OpenCalls::answer(Asked asked, Milliseconds within, bo
   return answer && answer.mapped() ? answer.mapped() : Difference();
 }
 
-void OpenCalls::leave(std::optional<Milliseconds> grace) {
+void OpenCalls::leave(std::optional<Milliseconds> grace, const std::function<void()>& wake) {
   std::unique_lock lock(mutex_);
+  const auto are_messages_over = [this] { return !table_.has_messages(); };
   if (grace) {
-    changed_.wait_until(lock, after(*grace), [this] { return !table_.has_collectives(); });
+    changed_.wait_until(lock, after(*grace),
+                        [&] { return !table_.has_collectives() && are_messages_over(); });
+  }
+  if (grace > Milliseconds(0) && !are_messages_over()) {
+    table_.give_up_messages();
+    wake();
+    changed_.wait_until(lock, after(kGivenUp), are_messages_over);
   }
   leaving_ = true;
   changed_.notify_all();
+  wake();
 }
 
 void OpenCalls::wait_until_left() const {
@@ -156,11 +129,6 @@ void OpenCalls::wait_until_left() const {
 }
 
 // --- From the agreement's thread ---------------------------------------------------------------
-
-OpenCalls::Clock::time_point OpenCalls::next_late() const {
-  const std::lock_guard lock(mutex_);
-  return table_.next_late();
-}
 
 std::vector<News> OpenCalls::take_news() {
   const std::lock_guard lock(mutex_);

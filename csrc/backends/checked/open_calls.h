@@ -15,6 +15,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -40,11 +41,10 @@ class OpenCalls {
   using Entered = std::pair<uint64_t, std::optional<Failed>>;
 
   static constexpr auto kNever = CallTable::kNever;
-  static constexpr auto& kDestroyed = CallTable::kDestroyed;
 
   // `roster` outlives this. `verdict`: what rank 0 has to find out what is the matter.
   OpenCalls(const Roster& roster, Milliseconds verdict)
-      : messages_(roster), table_(roster, verdict) {}
+      : roster_(roster), messages_(roster), table_(roster, verdict) {}
 
   // --- From any thread --------------------------------------------------------------------------
 
@@ -55,30 +55,43 @@ class OpenCalls {
   // The data of number `seq` is there. Whether another one may begin now, or something is to be
   // said.
   bool done(uint64_t seq);
-  uint64_t count() const;
-  uint64_t agreed() const;
+  uint64_t count() const {
+    return locked([&] { return count_; });
+  }
+  uint64_t agreed() const {
+    return locked([&] { return table_.agreed(); });
+  }
   // So many bytes of a message to that rank may travel before rank 0's word.
-  size_t most_with_words(int peer) const;
-  bool has_collectives() const;
+  size_t most_with_words(int peer) const {
+    return locked([&] { return messages_.most_with_words(peer); });
+  }
+  bool has_collectives() const {
+    return locked([&] { return table_.has_collectives(); });
+  }
   // Whether a collective, or a message, has neither begun nor failed.
-  bool is_waiting(uint64_t seq) const;
-  bool is_message_waiting(uint64_t number) const;
+  bool is_waiting(uint64_t seq) const {
+    return locked([&] { return table_.is_waiting(seq); });
+  }
+  bool is_message_waiting(uint64_t number) const {
+    return locked([&] { return table_.is_message_waiting(number); });
+  }
   // Why number `seq` cannot be done any more; waits that long for somebody to know it.
   std::optional<Failure> failure(const std::string& op, uint64_t seq, Milliseconds within) const;
-  std::optional<End> end() const;
+  std::optional<End> end() const {
+    return locked([&] { return table_.end(); });
+  }
   // Where a collective has failed after it was begun.
-  bool has_abandoned() const;
+  bool has_abandoned() const {
+    return locked([&] { return table_.has_abandoned(); });
+  }
   void expect_answer(Asked asked);
   // None where it has not come within that time, but may. It names nobody where none will come, or
   // where the caller gives up.
   std::optional<Difference> answer(Asked asked, Milliseconds within, bool gives_up);
-  // Nothing is entered from here on. What is there has `grace` to end, where there is any.
-  void leave(std::optional<Milliseconds> grace);
+  // What is there has `grace` to end, where there is any, and rank 0 is asked to give up messages
+  // that still wait then. Nothing is entered from here on. `wake` has the thread come round.
+  void leave(std::optional<Milliseconds> grace, const std::function<void()>& wake);
   void wait_until_left() const;
-
-  Failure closed(const std::string& op, uint64_t seq, const std::string& text) const {
-    return table_.closed(op, seq, text);
-  }
 
   // --- From the agreement's thread --------------------------------------------------------------
 
@@ -86,7 +99,9 @@ class OpenCalls {
     return leaving_;
   }
   // When something that runs or waits is late.
-  Clock::time_point next_late() const;
+  Clock::time_point next_late() const {
+    return locked([&] { return table_.next_late(); });
+  }
   // To be said at once, and before what has settled is taken.
   std::vector<News> take_news();
   // Its data does not come. Whether rank 0 is to be asked why.
@@ -109,12 +124,18 @@ class OpenCalls {
   void set_left();
 
  private:
+  template <class Look>
+  std::invoke_result_t<Look> locked(const Look& look) const {
+    const std::lock_guard lock(mutex_);
+    return look();
+  }
   // Where the group is of no more use: takes the call.
   std::optional<Failed> refuse(OpenCall& call, uint64_t seq) const;
   // What has come of what was said about messages.
   void settle_messages();
   void ask(Asked asked);
 
+  const Roster& roster_;
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
   // Guarded by mutex_ from here on.

@@ -38,6 +38,7 @@ class OwnMessages {
   // This rank asks rank 0 to give it up. Returns what sender_for() does.
   int doubt(uint64_t number) {
     deliveries_.doubt(number);
+    sent_.doubt(number);
     return sender_for(number);
   }
   // Which receive takes what is being sent to this rank, as far as that is known.

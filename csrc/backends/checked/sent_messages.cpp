@@ -50,6 +50,17 @@ std::optional<uint64_t> SentMessages::want(const Posted& receive) {
   return is_over(send, end_of(receive)) ? std::optional(send.number) : std::nullopt;
 }
 
+void SentMessages::doubt(uint64_t number) {
+  const auto found = open_.find(number);
+  if (found == open_.end()) {
+    return;
+  }
+  for (End& send : channels_[found->second.key].sends) {
+    send.has_data &= send.number != number;
+  }
+  tidy(found->second.key);
+}
+
 void SentMessages::unwant(int rank, int64_t tag, uint64_t number) {
   const Key key{rank, tag};
   if (const auto found = channels_.find(key); found != channels_.end()) {

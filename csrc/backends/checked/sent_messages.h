@@ -22,6 +22,8 @@ class SentMessages {
   // A receive of another rank waits, and nobody had sent to it. The number of the message that is
   // over by that, where there is one.
   std::optional<uint64_t> want(const Posted& receive);
+  // Rank 0 is asked to give it up: that a receive waits does not say any more that it is over.
+  void doubt(uint64_t number);
   // That of `rank` with this tag and number waits no longer.
   void unwant(int rank, int64_t tag, uint64_t number);
   // Whether it is to that rank, and rank 0 has not said what became of it.

@@ -18,6 +18,7 @@
 #include "base/group.h"
 #include "base/thread_pool.h"
 #include "work/pending.h"
+#include "work/request_work.h"
 
 namespace c10d_ext {
 
@@ -53,7 +54,7 @@ void take_part(c10d::Work& work);
 
 struct StartedMessage {
   c10::intrusive_ptr<c10d::Work> work;  // for the caller
-  c10::intrusive_ptr<c10d::Work> end;   // what the inner backend does: an abort ends it
+  c10::intrusive_ptr<RequestWork> end;  // what the inner backend does: an abort ends it
 };
 
 struct GrantedCall {
