@@ -379,6 +379,28 @@ def _a_message_that_never_comes() -> None:
     ours.barrier()
 
 
+def _memory_is_given_back() -> None:
+    rank = dist.get_rank()
+
+    def uses(x: Tensor) -> int:
+        return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
+
+    for fns in (dist, ours):
+        for count in (3, 1 << 20):
+            x = torch.full((count,), 2.0 * rank)
+            before = uses(x)
+            work = fns.isend(x, 1) if rank == 0 else fns.irecv(x, 0)
+            work.wait()
+            del work
+            assert uses(x) == before, (fns, count)
+            assert x.eq(0).all()
+
+
+@pytest.mark.parametrize("backend", EVERYWHERE)
+def test_a_message_that_is_over_holds_no_memory(backend: str) -> None:
+    run(2, _memory_is_given_back, backend=backend)
+
+
 def test_waiting_ends_with_the_groups_timeout() -> None:
     for backend in BACKENDS:
         run(2, _a_message_that_never_comes, backend=backend, deadline=DEADLINE)

@@ -26,7 +26,7 @@ _PREFIX = "TORCH_C10D_EXT_SHM_"
 _DEFAULT_ARENA = (2 << 20) - (4 << 10)
 _MAX_ARENA = 1 << 30
 _MAX_US = 10**9
-# How long the end of the process waits for collectives that nobody waited for.
+# How long the end of the process waits for collectives and messages that nobody waited for.
 _GRACE = dt.timedelta(seconds=1)
 
 # How often this process has made a group of a name, at whose store older ones may have met.
@@ -177,7 +177,8 @@ def tell_fallback(meeting: Meeting, why_not: str, engine: str) -> None:
 def _close() -> None:
     # A rank that ends by an exception tells the others at once.
     grace = dt.timedelta() if hasattr(sys, "last_value") else _GRACE
+    _C.close_checked_groups(grace)  # some have groups of shm inside
     _C.close_shm_groups(grace)
-    _C.close_checked_groups(grace)
+    _C.end_service_of_checked_groups(grace)
     if threading.active_count() > 1:
         _exit.let_threads_rest()  # those that waited

@@ -30,8 +30,8 @@ class OpenGroups {
     return groups;
   }
 
-  // `close(group, time)` for each of them that still is; they have `grace` together. None is known
-  // afterwards.
+  // `close(group, time)` for each of them that still is; they have `grace` together, but each some,
+  // unless there is none. None is known afterwards.
   template <class Close>
   void close_all(std::chrono::milliseconds grace, const Close& close) {
     using Clock = std::chrono::steady_clock;
@@ -45,7 +45,7 @@ class OpenGroups {
       if (const auto group = known.lock()) {
         const auto left =
             std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
-        close(*group, std::max(left, std::chrono::milliseconds(0)));
+        close(*group, std::max(left, std::min(grace, std::chrono::milliseconds(1))));
       }
     }
   }

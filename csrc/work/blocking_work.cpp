@@ -46,18 +46,8 @@ class BlockingWorkAdapter final : public SignalledWork {
         on_wait_(std::move(on_wait)) {}
 
   ~BlockingWorkAdapter() override {
-    if (inner_ == nullptr) {
-      return;
-    }
-    // Nobody waits, and so nobody holds this: but the peer counts on the message.
-    try {
-      (*waiters())->try_run([inner = inner_] {
-        try {
-          inner->wait(kNoTimeout);
-        } catch (...) {
-        }
-      });
-    } catch (...) {
+    if (inner_ != nullptr) {
+      wait_aside(inner_);  // nobody holds this, and so nobody waits
     }
   }
 
@@ -159,6 +149,18 @@ class BlockingWorkAdapter final : public SignalledWork {
 };
 
 }  // namespace
+
+void wait_aside(const WorkPtr& work) noexcept {
+  try {
+    (*waiters())->try_run([work] {
+      try {
+        work->wait(kNoTimeout);
+      } catch (...) {
+      }
+    });
+  } catch (...) {
+  }
+}
 
 c10::intrusive_ptr<c10d::Work> adapt_blocking_work(c10::intrusive_ptr<c10d::Work> work) {
   return c10::make_intrusive<BlockingWorkAdapter>(std::move(work), std::nullopt);

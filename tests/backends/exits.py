@@ -100,6 +100,22 @@ def main(scenario: str, rank: int) -> None:
     elif scenario == "in flight on one":
         if rank == 0:
             main.work = _all_reduce(async_op=True)  # type: ignore
+    elif scenario == "messages in flight":
+        x, group = torch.arange(1 << 20), dist.new_group()
+        if rank == 1:
+            torch_c10d_ext._backends._GRACE = dt.timedelta(seconds=30)  # on a busy machine
+            main.works = [  # type: ignore
+                dist.isend(x[:count] + tag, 0, of, tag=tag)
+                for of in (group, None)
+                for tag, count in enumerate((3, 1 << 20))
+            ]
+        else:
+            time.sleep(0.3)
+            for of in (group, None):
+                for tag, count in enumerate((3, 1 << 20)):
+                    y = torch.empty(count, dtype=torch.int64)
+                    dist.recv(y, 1, of, tag=tag)
+                    assert torch.equal(y, x[:count] + tag)
     elif scenario == "one gone":
         if rank == 0:
             time.sleep(0.5)

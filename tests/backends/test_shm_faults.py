@@ -1468,6 +1468,7 @@ EXIT_CODES = {
     "in flight": (0, 0),
     "in flight and raises": (1, 1),
     "in flight on one": (0, 0),
+    "messages in flight": (0, 0),
     "one gone": (0, 0),
     "thread in a collective": (0, 0),
     "threads at works": (0, 0),
@@ -1482,6 +1483,7 @@ FALLBACK_EXITS = (
     "one returns and lingers",
     "in flight",
     "in flight and raises",
+    "messages in flight",
     "threads at works",
     "late threads at works",
 )

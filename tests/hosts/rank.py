@@ -208,6 +208,16 @@ def messages() -> None:
         assert torch.equal(whole[::2], expected.to(dtype)[::2]) and bool((whole[1::2] == 1).all())
     failures = _failures_of_messages(host[0], next_host[-1])
     _after_a_leader_has_left(hosts)
+    # Of all sizes, with a group that all leave before they have waited for any.
+    group, got = dist.new_group(), {}
+    for count in (1, limit, limit + 1, 5):
+        for peer in others:
+            got[peer, count] = torch.zeros(count)
+            dist.isend(data(rank, peer, count), peer, group, tag=count)
+            dist.irecv(got[peer, count], peer, group, tag=count)
+    dist.destroy_process_group(group)
+    for (peer, count), tensor in got.items():
+        assert torch.equal(tensor, data(peer, rank, count)), (peer, count)
     _say(asked=asked, between=between, failures=failures)
     dist.barrier()
     dist.destroy_process_group()
@@ -351,6 +361,24 @@ def sends_and_ends() -> None:
         assert torch.equal(y, x + rank)
     dist.destroy_process_group()
     _say(ended=time.time())
+
+
+def aborts_what_is_on_its_way() -> None:
+    """A message that would take half a minute."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    group, text = dist.new_group(), ""
+    dist.barrier(group)
+    x = torch.ones(4 << 20)
+    if rank in (0, last):
+        work = dist.isend(x, last, group) if rank == 0 else dist.irecv(x, 0, group)
+        if rank == 0:
+            time.sleep(1.0)  # it begins
+            dist.distributed_c10d._abort_process_group(group)
+        try:
+            work.wait()
+        except dist.DistBackendError as error:
+            text = f"{type(error).__name__}: {error}"
+    _say(text=text)
 
 
 def messages_with_one_that_stops() -> None:
@@ -554,6 +582,7 @@ def main() -> None:
         "ends_after_a_large_one": ends_after_a_large_one,
         "random_calls": random_calls,
         "sends_and_ends": sends_and_ends,
+        "aborts_what_is_on_its_way": aborts_what_is_on_its_way,
         "messages_with_one_that_stops": messages_with_one_that_stops,
         "waits_for_one_that_stops": waits_for_one_that_stops,
     }[sys.argv[1]]()

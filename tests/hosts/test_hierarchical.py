@@ -33,6 +33,7 @@ from tests.backends.dist_ops import all_gather_single, reduce_scatter_single
 from tests.contract import FUNCTIONAL, verify
 from tests.harness import pool, run
 from tests.harness.crew import crew
+from tests.harness.script import torchrun
 from torch_c10d_ext import _C, _tally
 
 CPU = torch.device("cpu")
@@ -341,6 +342,35 @@ def test_a_killed_rank_is_named_on_all_survivors(name: str, hosts: str) -> None:
 @pytest.mark.parametrize("hosts", ("aab", "abb"))
 def test_who_leaves_waits_for_its_messages(hosts: str) -> None:
     faults.test_who_leaves_waits_for_its_messages(f"hosts:{hosts}")
+
+
+ENDS = """
+import datetime as dt, os, time
+import torch, torch.distributed as dist
+from torch_c10d_ext import _backends
+
+_backends._GRACE = dt.timedelta(seconds=30)  # on a busy machine
+rank = int(os.environ["RANK"])
+os.environ["TORCH_C10D_EXT_SHM_HOST"] = "aab"[rank]
+dist.init_process_group("shm")
+dist.barrier()
+x = torch.arange(1 << 20)
+if rank == 0:
+    # To its host, and another one.
+    works = [dist.isend(x[:count], to, tag=count) for to in (1, 2) for count in (3, 1 << 20)]
+else:
+    time.sleep(0.3)
+    for count in (3, 1 << 20):
+        y = torch.empty(count, dtype=torch.int64)
+        dist.recv(y, 0, tag=count)
+        assert torch.equal(y, x[:count])
+"""
+
+
+def test_what_a_rank_has_sent_arrives_though_its_process_ends(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(ENDS)
+    torchrun(3, program, [], 100)
 
 
 def _one_must_not_share() -> None:

@@ -719,6 +719,7 @@ void both_ends_hear_the_same_of_a_message_of_who_leaves() {
   for (int i = 0; i < 200 || ((begun == 0 || given_up == 0) && i < 5000); ++i) {
     Ranks ranks(3, /*apart=*/i / 6 % 2 != 0);
     const int leaver = i % 2, kind = i / 2 % 3, source = i / 12 % 2 == 0 ? leaver : -1;
+    const bool is_little = i / 24 % 2 == 0;  // of what the other one sends
     End own, others;
     if (kind == 0) {
       post_send(ranks, leaver, 2, own);
@@ -729,7 +730,9 @@ void both_ends_hear_the_same_of_a_message_of_who_leaves() {
     }
     std::thread leaves([&] { ranks[leaver].leave(1ms); });
     std::this_thread::sleep_for(std::chrono::microseconds(i % 40 * 50));
-    if (kind == 2) {
+    if (kind == 2 && is_little) {
+      post_little(ranks, 2, leaver, others, 'y');
+    } else if (kind == 2) {
       post_send(ranks, 2, leaver, others);
     } else {
       post_receive(ranks, 2, source, others);

@@ -216,8 +216,10 @@ void a_rank_takes_anything() {
       rank.settle();
       calls.take_news();
     }
-    for (auto& left : calls.close()) {
-      left.call.fail(left.failure);
+    const auto [grants, fails] = calls.close();
+    CHECK(grants.empty());
+    for (const auto& failed : fails) {
+      failed.call.fail(failed.failure);
     }
   }
   CHECK(taken > 0 && refused > 0 && begun > 0 && over > 0 && failed > 0);
@@ -353,8 +355,10 @@ void a_rank_with_lines_takes_anything() {
         }
       }
     }
-    for (auto& left : calls.close()) {
-      left.call.fail(left.failure);
+    const auto [grants, fails] = calls.close();
+    CHECK(grants.empty());
+    for (const auto& failed : fails) {
+      failed.call.fail(failed.failure);
     }
     for (const auto& memory : memories) {
       CHECK(memory->find_first_not_of(kEnded) == std::string::npos);

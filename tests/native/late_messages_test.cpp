@@ -78,6 +78,77 @@ void what_is_received_meanwhile_is_not_given_up() {
   }
 }
 
+// It has been received when rank 0 asks, which hears of that before it hears an answer.
+void what_is_received_is_told_before_an_answer() {
+  for (const int receiver : {3, 5}) {
+    Group group;
+    auto& sent = group.send(1, receiver, 0, "data", true, 0ms);
+    group.hear(Group::direct(1, receiver));
+    group.look(1);
+    group.hear_all({1, 0});
+    group.set_busy(receiver, true);
+    group.receive(receiver, 1, 0, 4);
+    group.hear_all({0, receiver});
+    group.hear({receiver, 0});
+    group.answer_what_is_ripe();
+    group.hear_all({0, 1});
+    CHECK(is_over(sent));
+    group.set_busy(receiver, false);
+    group.hear_everything();
+    CHECK(sent.ends == 1 && !group.has_messages());
+  }
+}
+
+// A receive for which a rank was told that it waits: what it sends before it hears that rank 0 is
+// asked to give it up is received, what it sends after that is not over.
+void who_sends_to_a_late_receive_hears_what_became_of_it() {
+  for (const int sender : {3, 5}) {
+    for (const bool has_heard : {false, true}) {
+      Group group;
+      auto& late = group.receive(1, sender, 0, 4, 0ms);
+      group.hear_all({1, 0});
+      group.hear_all({0, sender});
+      group.look(1);
+      group.hear_all({1, 0});
+      group.answer_what_is_ripe();
+      if (has_heard) {
+        group.hear_all({0, sender});
+      }
+      auto& sent = group.send(sender, 1, 0, "data");
+      CHECK(is_over(sent) == !has_heard);
+      if (has_heard) {
+        group.hear({sender, 0});  // its answer
+        group.answer_what_is_ripe();
+      }
+      group.hear_everything();
+      CHECK(has_heard ? has_timed_out(late) && sent.ends == 0 : late.data == "data");
+    }
+  }
+}
+
+// The receives that come while one is withdrawn are not those that the next ones were for.
+void who_waits_for_what_is_withdrawn_takes_the_next() {
+  Group group;
+  auto& late = group.send(1, 3, 0, "late", true, 0ms);
+  group.hear(Group::direct(1, 3));
+  group.look(1);
+  group.hear_all({1, 0});
+  group.hear_all({0, 3});
+  auto& longer = group.receive(3, 1, 0, 8);
+  auto& received = group.receive(3, 1, 0, 4);
+  group.hear_all({3, 0});
+  group.answer_what_is_ripe();
+  group.hear_everything();
+  CHECK(has_timed_out(late));
+  auto& odd = group.send(1, 3, 0, "next");
+  CHECK(odd.ends == 0);
+  auto& last = group.send(1, 3, 0, "last");
+  group.hear_everything();
+  CHECK(odd.failure && odd.failure->kind == ErrorKind::Mismatch);
+  CHECK(longer.failure && longer.failure->kind == ErrorKind::Mismatch);
+  CHECK(received.data == "last" && is_over(last));
+}
+
 // The receive that comes then, before rank 0 has said so, takes the next one.
 void what_is_withdrawn_is_not_received() {
   for (const int receiver : {3, 5}) {
@@ -276,6 +347,9 @@ const std::vector<Test> kTests = {
     TEST(a_send_is_given_up_at_both_ends),
     TEST(what_is_received_is_not_given_up),
     TEST(what_is_received_meanwhile_is_not_given_up),
+    TEST(what_is_received_is_told_before_an_answer),
+    TEST(who_sends_to_a_late_receive_hears_what_became_of_it),
+    TEST(who_waits_for_what_is_withdrawn_takes_the_next),
     TEST(what_is_withdrawn_is_not_received),
     TEST(a_silent_receiver_takes_it_later_or_lets_go),
     TEST(data_that_does_not_come_is_late),

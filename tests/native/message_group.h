@@ -73,6 +73,12 @@ class Group {
                   std::chrono::milliseconds timeout = kNotYet, DType dtype = DType::Bytes) {
     return post(to, {.peer = from, .tag = tag, .bytes = bytes, .dtype = dtype}, timeout);
   }
+  // What it posts or hears from here on it tells of, beside answers, when it is no longer busy.
+  void set_busy(int rank, bool is_busy) {
+    auto& who = *ranks_[static_cast<size_t>(rank)];
+    who.is_busy = is_busy;
+    go_on(who);
+  }
   void leave(int rank) {
     say({rank, 0}, kLeaving, Payload().put(0));
   }
@@ -165,14 +171,17 @@ class Group {
     const Roster roster;
     OpenCalls calls{roster, kNotYet};
     Participant participant;
+    bool is_busy = false;
   };
 
   void say(const Route& route, Says kind, const Payload& words) {
     routes_[route].emplace_back(kind, words);
   }
   static void go_on(Rank& rank) {
-    rank.participant.tell_news();
-    rank.participant.settle();
+    if (!rank.is_busy) {
+      rank.participant.tell_news();
+      rank.participant.settle();
+    }
   }
   Ending& post(int rank, Posted posted, std::chrono::milliseconds timeout) {
     endings_.push_back({posted.sends, rank, posted.peer, posted.tag, posted.bytes});

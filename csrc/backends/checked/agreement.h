@@ -72,7 +72,7 @@ class Agreement {
   };
 
   // Hears at once of ranks that are gone, where the agreement's work is done, but for those that
-  // have left in good order.
+  // have left in good order; of none where the group is aborted.
   using Lose = std::function<void(const std::vector<int>& ranks)>;
 
   // Collective over the ranks of `place`. Throws where they cannot reach rank 0 in time. `machine`:

@@ -111,13 +111,22 @@ size_t most_of_message(const Capabilities& inner, int64_t tag, std::optional<siz
 }
 
 std::unique_ptr<Agreement> meet(const Rendezvous& expected, const Group& group,
-                                std::chrono::milliseconds timeout, const c10d::Backend& inner) {
+                                std::chrono::milliseconds timeout, const c10d::Backend& inner,
+                                const std::shared_ptr<MessagesInFlight>& messages) {
   const auto* own = dynamic_cast<const InnerBackend*>(&inner);
+  const auto lose = [messages, losses = own != nullptr ? own->losses() : Agreement::Lose()](
+                        const std::vector<int>& ranks) {
+    if (ranks.empty()) {
+      messages->abort();
+    } else if (losses) {
+      losses(ranks);
+    }
+  };
   return expected.joined([&] {
     return Agreement::join(
         expected.part_of_store("agreement"),
         {static_cast<int>(group.rank()), static_cast<int>(group.size()), group.name()}, timeout, {},
-        own != nullptr ? own->losses() : Agreement::Lose());
+        lose);
   });
 }
 
@@ -172,8 +181,8 @@ CheckedBackend::CheckedBackend(c10::intrusive_ptr<c10d::Backend> inner,
                   inner_can_.futures == Capabilities::Futures::Always},
       group_({}, options.group_name, rank_, size_),
       agreement_(meet(Rendezvous(group_, store_, global_ranks_, options.backend), group_,
-                      options.timeout, *inner_)),
-      membership_(std::make_shared<Membership>(agreement_)),
+                      options.timeout, *inner_, messages_)),
+      membership_(std::make_shared<Membership>(agreement_, messages_)),
       little_(little_of(inner_can_, piggyback, *agreement_)),
       little_can_(capabilities_for_little(inner_can_, agreement_->led_hosts())),
       piggyback_(make_piggyback_backend(group_)),
@@ -187,6 +196,9 @@ CheckedBackend::CheckedBackend(c10::intrusive_ptr<c10d::Backend> inner,
 void CheckedBackend::close_all(Milliseconds grace) {
   OpenGroups<Membership>::of_this_process().close_all(
       grace, [](Membership& group, Milliseconds left) { group.leave(left); });
+}
+
+void CheckedBackend::end_service(Milliseconds grace) {
   constexpr Milliseconds kService{5000}, kLook{50};
   Agreement::end_service(grace > Milliseconds(0) ? kService : grace);
   while (Agreement::serves(kLook)) {
@@ -199,7 +211,7 @@ CheckedBackend::~CheckedBackend() {
   without_gil([this] {
     batch_.clear();
     membership_->leave(kCloseGrace);
-    if (agreement_->has_abandoned() || agreement_->is_foreign()) {
+    if (agreement_->has_abandoned() || *inner_info_.abandoned || agreement_->is_foreign()) {
       // What waits for ranks that are gone nobody can end, and gloo's end would wait for it, or for
       // threads that a fork has left behind.
       (void)c10::intrusive_ptr<c10d::Backend>(inner_).release();
@@ -309,7 +321,7 @@ CheckedBackend::WorkPtr CheckedBackend::post_message(const Message& message, con
   auto begin = [inner = inner_, start = std::move(start)](int peer) { return start(*inner, peer); };
   auto started = start_granted(agreement_, group_, inner_info_,
                                {message, wire, most, timeout_, std::move(begin)});
-  membership_->add(started);
+  messages_->add(started.end);
   return started.work;
 }
 
@@ -491,6 +503,8 @@ void bind_checked(pybind11::module_& m) {
   m.attr("LITTLE_MESSAGE") = kLittleMessage;
   m.attr("MOST_LEADERS") = kMostLeaders;
   m.def("close_checked_groups", &CheckedBackend::close_all, py::arg("grace"),
+        py::call_guard<py::gil_scoped_release>());
+  m.def("end_service_of_checked_groups", &CheckedBackend::end_service, py::arg("grace"),
         py::call_guard<py::gil_scoped_release>());
 }
 

@@ -44,6 +44,8 @@ class CheckedBackend final : public RequestBackend {
   // What has been started ends within `grace` or fails, and the groups of this process are left:
   // the other ranks know at once.
   static void close_all(Milliseconds grace);
+  // Then: what rank 0 still does for the others comes to its end, or ends at once without a grace.
+  static void end_service(Milliseconds grace);
 
   // Collective: meets the other ranks.
   // `strict`: 1: shapes must agree, and not only sizes; 2: and the lines that call. `piggyback`: so
@@ -122,6 +124,7 @@ class CheckedBackend final : public RequestBackend {
   const Inner inner_info_;
   const Group group_;  // for texts
   // Works may outlive the backend; they hold this while they use it.
+  const std::shared_ptr<MessagesInFlight> messages_ = std::make_shared<MessagesInFlight>();
   const std::shared_ptr<Agreement> agreement_;
   const std::shared_ptr<Membership> membership_;
   const Little little_;

@@ -144,8 +144,8 @@ void CallTable::doom(uint64_t seq) {
   }
 }
 
-std::vector<CallTable::Failed> CallTable::close() {
-  std::vector<Failed> fails;
+std::pair<std::vector<CallTable::Begin>, std::vector<CallTable::Failed>> CallTable::close() {
+  auto fails = std::exchange(fails_, {});
   const auto begun = std::count_if(running_.begin(), running_.end(),
                                    [](auto& running) { return !running.second.begin; });
   abandoned_ |= static_cast<size_t>(begun) > begins_.size();
@@ -158,7 +158,7 @@ std::vector<CallTable::Failed> CallTable::close() {
     }
     calls->clear();
   }
-  return fails;
+  return {std::exchange(grants_, {}), std::move(fails)};
 }
 
 CallTable::Clock::time_point CallTable::next_late() const {

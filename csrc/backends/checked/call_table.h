@@ -131,8 +131,8 @@ class CallTable {
   // Collective `seq` has broken off at some rank, which does no long one from there on; and the
   // group is of no more use.
   void doom(uint64_t seq);
-  // All that is left, which fails.
-  std::vector<Failed> close();
+  // Messages to begin, and all that is left, which fails.
+  std::pair<std::vector<Begin>, std::vector<Failed>> close();
 
   // When something that runs or waits is late.
   Clock::time_point next_late() const;
@@ -169,9 +169,12 @@ class CallTable {
   bool has_collectives() const {
     return !waiting_.empty() || !running_.empty();
   }
-  // Whether messages wait for their other ends.
+  // Whether messages wait for their other ends, or to begin.
   bool has_messages() const {
-    return !messages_.empty();
+    return !messages_.empty() || !grants_.empty();
+  }
+  bool gives_up() const {
+    return gives_up_;
   }
 
   // Of what ends with the group, once it has ended.

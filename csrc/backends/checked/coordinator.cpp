@@ -29,12 +29,12 @@ std::vector<int> ends_of_link(const Roster& roster, const RankProgress& progress
   return a != b && are_there(a, b) ? std::vector<int>{a, b} : std::vector<int>{one, other};
 }
 
-// Whether that rank knows what the others do not: whether it is well, what its leader has yet to
-// tell of it, whether it has received what is to be given up. Not one that is seen to be stopped.
+// Whether that rank knows what others do not: whether it is well, what its leader has yet to tell
+// of it, whether it has sent or received what is to be given up. Not one that is seen to be
+// stopped.
 bool must_answer(const Roster& roster, const Question& question, int rank) {
-  const bool is_direct = question.kind == kOverdue && roster.are_direct(question.of, rank);
   return !roster.is_near(rank) || roster.calls_by_leader(rank) ||
-         (is_direct && !is_stuck(roster.process_state(rank)));
+         (question.kind == kOverdue && !is_stuck(roster.process_state(rank)));
 }
 
 // One end of a message, as a rank tells of it.

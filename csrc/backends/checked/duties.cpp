@@ -58,10 +58,15 @@ Duties::Clock::time_point Duties::next_look() const {
 }
 
 void Duties::say_goodbye() {
+  participant_.tell_news();  // of messages whose data is here
   if (!coordinator_) {
     star_.leave(calls_.agreed());
   }
-  for (auto& failed : calls_.close()) {
+  auto [grants, fails] = calls_.close();
+  for (const auto& [peer, begin] : grants) {
+    begin(peer);
+  }
+  for (auto& failed : fails) {
     failed.call.fail(failed.failure);
   }
   star_.wake(Star::Waiter::Caller);
@@ -133,6 +138,7 @@ void Duties::obey(uint32_t kind, Payload& words) {
     return;
   }
   if (relay_ && kind == kPing) {
+    participant_.tell_news();
     participant_.say_count(relay_->counts());
     return;
   }

@@ -19,11 +19,12 @@ OpenCalls::Clock::time_point after(OpenCalls::Milliseconds time) {
 // --- From any thread ---------------------------------------------------------------------------
 
 std::optional<OpenCalls::Failed> OpenCalls::refuse(OpenCall& call, uint64_t seq) const {
-  if (!table_.end() && !leaving_) {
+  const bool leaves = leaving_ || table_.gives_up();
+  if (!table_.end() && !leaves) {
     return std::nullopt;
   }
-  auto failure = leaving_ ? failure_of_left(roster_.place(), call.op, seq)
-                          : table_.told(call.op, seq, call.tag);
+  auto failure =
+      leaves ? failure_of_left(roster_.place(), call.op, seq) : table_.told(call.op, seq, call.tag);
   return Failed{std::move(call), std::move(failure)};
 }
 
@@ -119,6 +120,9 @@ void OpenCalls::leave(std::optional<Milliseconds> grace, const std::function<voi
     changed_.wait_until(lock, after(kGivenUp), are_messages_over);
   }
   leaving_ = true;
+  std::erase_if(news_, [this](const News& one) {
+    return one.kind == kCalling || (one.kind == kPosting && table_.is_message_waiting(one.seq));
+  });
   changed_.notify_all();
   wake();
 }
@@ -226,7 +230,7 @@ void OpenCalls::notify() const {
   changed_.notify_all();
 }
 
-std::vector<OpenCalls::Failed> OpenCalls::close() {
+std::pair<std::vector<OpenCalls::Begin>, std::vector<OpenCalls::Failed>> OpenCalls::close() {
   const std::lock_guard lock(mutex_);
   return table_.close();
 }

@@ -89,7 +89,8 @@ class OpenCalls {
   // where the caller gives up.
   std::optional<Difference> answer(Asked asked, Milliseconds within, bool gives_up);
   // What is there has `grace` to end, where there is any, and rank 0 is asked to give up messages
-  // that still wait then. Nothing is entered from here on. `wake` has the thread come round.
+  // that still wait then. Nothing is entered from here on, nor said that waits for others. `wake`
+  // has the thread come round.
   void leave(std::optional<Milliseconds> grace, const std::function<void()>& wake);
   void wait_until_left() const;
 
@@ -119,8 +120,8 @@ class OpenCalls {
   // The collectives of a group run one after the other, in the order of their calls.
   std::optional<Begin> next_to_begin();
   void notify() const;
-  // All that is left, which fails.
-  std::vector<Failed> close();
+  // Messages to begin, and all that is left, which fails.
+  std::pair<std::vector<Begin>, std::vector<Failed>> close();
   void set_left();
 
  private:

@@ -97,6 +97,7 @@ void Participant::obey(uint32_t kind, Payload& words) {
       break;
     }
     case kPing:
+      tell_news();  // what has been received is not given up
       say_count();
       break;
     case kOver: {
@@ -140,7 +141,11 @@ void Participant::finish(End end) {
   if (lose_ && end.kind == Kind::RankLost && end.grace != kUnlimited) {
     lose_(end.ranks);
   }
+  const bool is_aborted = end.kind == Kind::Closed;
   calls_.hear_of_calls([&](CallTable& calls) { calls.finish(std::move(end)); });
+  if (lose_ && is_aborted) {
+    lose_({});
+  }
 }
 
 void Participant::doom(uint64_t seq) {

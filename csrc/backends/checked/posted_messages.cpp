@@ -167,9 +167,13 @@ void PostedMessages::give_up(const Posted& posted, const Difference& why) {
 
 void PostedMessages::withdraw(int rank, uint64_t number) {
   const auto* posted = matching_.find(rank, number);
-  if (posted != nullptr && posted->delivered == Delivered::Data) {
+  if (posted == nullptr) {
+    return;
+  }
+  if (posted->delivered == Delivered::Data) {
     tell_to_withdraw(*posted);
   }
+  unwant(*posted);
 }
 
 void PostedMessages::hear_withdrawn(int receiver, int rank, uint64_t number) {

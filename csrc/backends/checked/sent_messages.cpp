@@ -17,8 +17,9 @@ SentMessages::End SentMessages::end_of(const Posted& posted) {
   return {posted.number, posted.bytes, posted.dtype, travels(posted)};
 }
 
-bool SentMessages::is_over(const End& send, const End& receive) {
-  return send.has_data && send.bytes == receive.bytes && send.dtype == receive.dtype;
+bool SentMessages::is_over(const Channel& channel, const End& send, const End& receive) {
+  return channel.is_known && send.has_data && send.bytes == receive.bytes &&
+         send.dtype == receive.dtype;
 }
 
 bool SentMessages::add(const Posted& send) {
@@ -26,28 +27,30 @@ bool SentMessages::add(const Posted& send) {
   const size_t data = travels(send) ? send.bytes : 0;
   open_.emplace(send.number, Open{key, data});
   bytes_ += data;
-  auto& [sends, receives] = channels_[key];
-  if (receives.empty()) {
-    sends.push_back(end_of(send));
+  auto& channel = channels_[key];
+  if (channel.receives.empty()) {
+    channel.sends.push_back(end_of(send));
     return false;
   }
-  const bool over = is_over(end_of(send), receives.front());
-  receives.pop_front();
+  const bool over = is_over(channel, end_of(send), channel.receives.front());
+  channel.receives.pop_front();
   tidy(key);
   return over;
 }
 
 std::optional<uint64_t> SentMessages::want(const Posted& receive) {
   const Key key{receive.rank, receive.tag};
-  auto& [sends, receives] = channels_[key];
-  if (sends.empty()) {
-    receives.push_back(end_of(receive));
+  auto& channel = channels_[key];
+  if (channel.sends.empty()) {
+    channel.receives.push_back(end_of(receive));
     return std::nullopt;
   }
-  const End send = sends.front();
-  sends.pop_front();
+  const End send = channel.sends.front();
+  channel.sends.pop_front();
+  channel.is_known &= !send.is_in_doubt;
+  const bool over = is_over(channel, send, end_of(receive));
   tidy(key);
-  return is_over(send, end_of(receive)) ? std::optional(send.number) : std::nullopt;
+  return over ? std::optional(send.number) : std::nullopt;
 }
 
 void SentMessages::doubt(uint64_t number) {
@@ -56,7 +59,7 @@ void SentMessages::doubt(uint64_t number) {
     return;
   }
   for (End& send : channels_[found->second.key].sends) {
-    send.has_data &= send.number != number;
+    send.is_in_doubt |= send.number == number;
   }
   tidy(found->second.key);
 }
@@ -89,8 +92,8 @@ void SentMessages::settle(uint64_t number) {
 }
 
 void SentMessages::tidy(const Key& key) {
-  const auto& [sends, receives] = channels_[key];
-  if (sends.empty() && receives.empty()) {
+  const auto& [sends, receives, is_known] = channels_[key];
+  if (sends.empty() && receives.empty() && is_known) {
     channels_.erase(key);
   }
 }

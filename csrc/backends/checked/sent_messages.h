@@ -22,7 +22,8 @@ class SentMessages {
   // A receive of another rank waits, and nobody had sent to it. The number of the message that is
   // over by that, where there is one.
   std::optional<uint64_t> want(const Posted& receive);
-  // Rank 0 is asked to give it up: that a receive waits does not say any more that it is over.
+  // Rank 0 is asked to give it up: that a receive waits does not say any more that it is over, nor
+  // who that waits for where it comes meanwhile.
   void doubt(uint64_t number);
   // That of `rank` with this tag and number waits no longer.
   void unwant(int rank, int64_t tag, uint64_t number);
@@ -44,10 +45,13 @@ class SentMessages {
     uint64_t bytes;
     DType dtype;
     bool has_data;
+    bool is_in_doubt = false;
   };
-  // The first send and the first receive belong together; so one of the two is empty.
+  // The first send and the first receive belong together, so that one of the two is empty; where
+  // that is known.
   struct Channel {
     std::deque<End> sends, receives;
+    bool is_known = true;
   };
   struct Open {
     Key key;
@@ -55,7 +59,8 @@ class SentMessages {
   };
 
   static End end_of(const Posted& posted);
-  static bool is_over(const End& send, const End& receive);
+  // `channel`: of both.
+  static bool is_over(const Channel& channel, const End& send, const End& receive);
   void tidy(const Key& key);
 
   std::map<Key, Channel> channels_;

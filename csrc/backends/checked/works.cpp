@@ -259,12 +259,14 @@ c10d::OpType type_of(const Message& message) {
                                       : c10d::OpType::RECV;
 }
 
-// A message that the inner backend begins once its other end is there. Can only be waited for, by
-// one thread: it is settled by who waits, or before it was begun.
+// A message that the inner backend begins once its other end is there. Can only be waited for: it
+// is settled by the thread that waits first, or before it was begun.
 class GrantedWork final : public RequestWork {
  public:
-  GrantedWork(const Message& message, int rank)
-      : RequestWork(rank, type_of(message), own_), sends_(message.sends) {
+  GrantedWork(const Message& message, int rank, std::shared_ptr<std::atomic<bool>> abandoned)
+      : RequestWork(rank, type_of(message), own_),
+        sends_(message.sends),
+        abandoned_(std::move(abandoned)) {
     own_.queue();
   }
 
@@ -293,7 +295,7 @@ class GrantedWork final : public RequestWork {
     changed_.notify_all();
   }
 
-  void fail(std::exception_ptr error) {
+  void end(std::exception_ptr error) {
     {
       std::lock_guard lock(mutex_);
       own_.settle(std::move(error), op());
@@ -309,11 +311,14 @@ class GrantedWork final : public RequestWork {
     return own_.settled();
   }
 
-  // Of one that is over it would end the group.
+  // Of one that is over it would end the group. What gloo has begun it goes on with, for whose
+  // memory it would wait for ever.
   void abort() override {
-    const auto inner = begun();
+    auto inner = begun();
     if (inner && !own_.settled()) {
+      *abandoned_ = true;
       inner->abort();
+      (void)inner.release();
     }
   }
 
@@ -325,9 +330,12 @@ class GrantedWork final : public RequestWork {
 
   void await(std::chrono::milliseconds /*timeout*/) override {
     {
-      // The agreement ends it in time.
+      // The agreement ends it in time, and the inner backend.
       std::unique_lock lock(mutex_);
       changed_.wait(lock, [this] { return is_begun(); });
+      if (std::exchange(is_awaited_, true)) {
+        changed_.wait(lock, [this] { return own_.settled(); });
+      }
     }
     if (own_.settled()) {
       return;
@@ -339,7 +347,13 @@ class GrantedWork final : public RequestWork {
     } catch (...) {
       error = std::current_exception();
     }
-    own_.settle(std::move(error), op());
+    c10::intrusive_ptr<c10d::Work> over;  // with its memory, whoever knows of this one
+    {
+      std::lock_guard lock(mutex_);
+      over.swap(inner_);
+    }
+    over.reset();
+    end(std::move(error));
   }
 
   std::string_view op() const override {
@@ -353,10 +367,12 @@ class GrantedWork final : public RequestWork {
   }
 
   const bool sends_;
+  const std::shared_ptr<std::atomic<bool>> abandoned_;
   WorkState own_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  c10::intrusive_ptr<c10d::Work> inner_;
+  c10::intrusive_ptr<c10d::Work> inner_;  // until it is over
+  bool is_awaited_ = false;
 };
 
 bool says_it_all(const std::exception_ptr& error) {
@@ -430,7 +446,8 @@ void take_part(c10d::Work& work) {
 StartedMessage start_granted(const std::shared_ptr<Agreement>& agreement, const Group& group,
                              const Inner& inner, GrantedCall call) {
   const Message& message = call.message;
-  auto work = c10::make_intrusive<GrantedWork>(message, static_cast<int>(group.rank()));
+  auto work =
+      c10::make_intrusive<GrantedWork>(message, static_cast<int>(group.rank()), inner.abandoned);
   Agreement::Message end;
   end.sends = message.sends;
   end.peer = static_cast<int>(message.peer);
@@ -444,12 +461,12 @@ StartedMessage start_granted(const std::shared_ptr<Agreement>& agreement, const 
       try {
         work->follow(begin(peer), peer);
       } catch (...) {
-        work->fail(std::current_exception());
+        work->end(std::current_exception());
       }
     });
   };
   end.fail = [work, name = group.name()](const Failure& failure) {
-    work->fail(error_of(failure, name));
+    work->end(error_of(failure, name));
   };
   if (end.bytes <= kLittleMessage) {
     end.receive = [work, inner, op = name_of(message), sends = message.sends, wire = call.wire](
@@ -467,7 +484,7 @@ StartedMessage start_granted(const std::shared_ptr<Agreement>& agreement, const 
         }
         work->carried(peer);
       } catch (...) {
-        work->fail(std::current_exception());
+        work->end(std::current_exception());
       }
     };
     if (!message.sends && call.wire.is_contiguous() && end.bytes >= Payload::kMuch) {

@@ -4,6 +4,7 @@
 
 #include <c10/util/intrusive_ptr.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <functional>
@@ -18,7 +19,6 @@
 #include "base/group.h"
 #include "base/thread_pool.h"
 #include "work/pending.h"
-#include "work/request_work.h"
 
 namespace c10d_ext {
 
@@ -30,6 +30,8 @@ struct Inner {
   std::shared_ptr<ThreadPool> beginnings = ThreadPool::make("c10d_ext_begin");
   // Callbacks run here, which may wait for what the agreement's thread has yet to begin.
   std::shared_ptr<ThreadPool> callbacks = ThreadPool::make("c10d_ext_ends");
+  // Whether a message was aborted that it is still at: its end would wait for that.
+  std::shared_ptr<std::atomic<bool>> abandoned = std::make_shared<std::atomic<bool>>(false);
 };
 
 // A collective that the ranks are to agree on.
@@ -54,7 +56,8 @@ void take_part(c10d::Work& work);
 
 struct StartedMessage {
   c10::intrusive_ptr<c10d::Work> work;  // for the caller
-  c10::intrusive_ptr<RequestWork> end;  // what the inner backend does: an abort ends it
+  // What the inner backend does: an abort ends it. Several threads may wait for it.
+  c10::intrusive_ptr<c10d::Work> end;
 };
 
 struct GrantedCall {
