@@ -364,21 +364,24 @@ def sends_and_ends() -> None:
 
 
 def aborts_what_is_on_its_way() -> None:
-    """A message that would take half a minute."""
+    """Messages that would take half a minute, as they begin and later."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    group, text = dist.new_group(), ""
-    dist.barrier(group)
-    x = torch.ones(4 << 20)
-    if rank in (0, last):
-        work = dist.isend(x, last, group) if rank == 0 else dist.irecv(x, 0, group)
-        if rank == 0:
-            time.sleep(1.0)  # it begins
-            dist.distributed_c10d._abort_process_group(group)
-        try:
-            work.wait()
-        except dist.DistBackendError as error:
-            text = f"{type(error).__name__}: {error}"
-    _say(text=text)
+    texts = []
+    for pause in (0.0, 0.0, 1.0):
+        group = dist.new_group()
+        dist.barrier(group)
+        x = torch.ones(4 << 20)
+        if rank in (0, last):
+            work = dist.isend(x, last, group) if rank == 0 else dist.irecv(x, 0, group)
+            if rank == 0:
+                time.sleep(pause)
+                dist.distributed_c10d._abort_process_group(group)
+            try:
+                work.wait()
+            except dist.DistBackendError as error:
+                texts.append(f"{type(error).__name__}: {str(error).partition(' (rank')[0]}")
+        dist.barrier()
+    _say(texts=texts)
 
 
 def messages_with_one_that_stops() -> None:

@@ -217,7 +217,9 @@ void a_rank_takes_anything() {
       calls.take_news();
     }
     const auto [grants, fails] = calls.close();
-    CHECK(grants.empty());
+    for (const auto& [peer, begin] : grants) {
+      begin(peer);
+    }
     for (const auto& failed : fails) {
       failed.call.fail(failed.failure);
     }
@@ -356,7 +358,9 @@ void a_rank_with_lines_takes_anything() {
       }
     }
     const auto [grants, fails] = calls.close();
-    CHECK(grants.empty());
+    for (const auto& [peer, begin] : grants) {
+      begin(peer);
+    }
     for (const auto& failed : fails) {
       failed.call.fail(failed.failure);
     }

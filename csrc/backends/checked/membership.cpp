@@ -35,10 +35,18 @@ bool finish(const Messages& messages, std::chrono::steady_clock::time_point unti
 }  // namespace
 
 void Membership::leave(Milliseconds grace) {
-  using Clock = std::chrono::steady_clock;
+  if (Agreement::is_here() || agreement_->is_foreign()) {
+    leave_now(grace, /*waits=*/false);
+    return;
+  }
+  const std::lock_guard lock(leaving_);
   // A group that has ended may have messages that never come to their end.
-  const bool waits = grace > Milliseconds(0) && !Agreement::is_here() &&
-                     !agreement_->failure("", 0, Milliseconds(0));
+  const bool has_ended = agreement_->failure("", 0, Milliseconds(0)).has_value();
+  leave_now(grace, grace > Milliseconds(0) && !has_ended);
+}
+
+void Membership::leave_now(Milliseconds grace, bool waits) {
+  using Clock = std::chrono::steady_clock;
   const auto until = Clock::now() + grace;
   agreement_->leave(grace);
   // Each of them has begun by now, or has failed.

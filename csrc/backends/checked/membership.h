@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <memory>
+#include <mutex>
 #include <utility>
 
 #include "backends/checked/agreement.h"
@@ -25,6 +26,9 @@ class Membership {
   void leave(Milliseconds grace);
 
  private:
+  void leave_now(Milliseconds grace, bool waits);
+
+  std::mutex leaving_;  // who comes second waits for the first
   const std::shared_ptr<Agreement> agreement_;
   const std::shared_ptr<MessagesInFlight> messages_;
 };

@@ -12,7 +12,12 @@ void abort_all(const std::vector<MessagesInFlight::WorkPtr>& messages) {
 }
 
 void MessagesInFlight::add(const WorkPtr& message) {
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
+  if (are_taken_) {
+    lock.unlock();
+    message->abort();
+    return;
+  }
   if (messages_.size() >= limit_) {
     std::erase_if(messages_, [](const auto& known) {
       const auto message = known.lock();
@@ -32,6 +37,7 @@ std::vector<MessagesInFlight::WorkPtr> MessagesInFlight::take() {
     }
   }
   messages_.clear();
+  are_taken_ = true;
   return taken;
 }
 

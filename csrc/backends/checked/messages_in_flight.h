@@ -16,9 +16,11 @@ class MessagesInFlight {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
+  // Aborts it where the others have been taken.
   void add(const WorkPtr& message);
+  // The group ends: all of them, which are not known any more.
   std::vector<WorkPtr> take();
-  // They end with an error, and are not known any more.
+  // They end with an error.
   void abort();
 
  private:
@@ -27,6 +29,7 @@ class MessagesInFlight {
   // Swept when there are as many as the limit.
   std::vector<c10::weak_intrusive_ptr<c10d::Work>> messages_;
   size_t limit_ = kFew;
+  bool are_taken_ = false;
 };
 
 void abort_all(const std::vector<MessagesInFlight::WorkPtr>& messages);

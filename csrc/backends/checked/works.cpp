@@ -274,14 +274,19 @@ class GrantedWork final : public RequestWork {
     own_.set_number(static_cast<int64_t>(number));
   }
 
-  void follow(c10::intrusive_ptr<c10d::Work> inner, int peer) {
+  void follow(const c10::intrusive_ptr<c10d::Work>& inner, int peer) {
+    bool is_aborted = false;
     {
       std::lock_guard lock(mutex_);
-      inner_ = std::move(inner);
+      inner_ = inner;
       own_.set_source(peer);
       own_.start();
+      is_aborted = is_aborted_;
     }
     changed_.notify_all();
+    if (is_aborted) {
+      abandon(inner);
+    }
   }
 
   // Its data came, or went, with the word that its other end is there.
@@ -311,14 +316,16 @@ class GrantedWork final : public RequestWork {
     return own_.settled();
   }
 
-  // Of one that is over it would end the group. What gloo has begun it goes on with, for whose
-  // memory it would wait for ever.
+  // It does not begin any more, or ends.
   void abort() override {
-    auto inner = begun();
+    c10::intrusive_ptr<c10d::Work> inner;
+    {
+      std::lock_guard lock(mutex_);
+      is_aborted_ = true;
+      inner = inner_;
+    }
     if (inner && !own_.settled()) {
-      *abandoned_ = true;
-      inner->abort();
-      (void)inner.release();
+      abandon(inner);
     }
   }
 
@@ -361,6 +368,23 @@ class GrantedWork final : public RequestWork {
   }
 
  private:
+  // Of one that is over it would end the group. What another library's engine, as gloo, has begun
+  // it goes on with, and would wait for ever for memory that is gone.
+  void abandon(c10::intrusive_ptr<c10d::Work> inner) {
+    try {
+      if (inner->isCompleted()) {
+        return;
+      }
+    } catch (...) {  // it has failed, or belongs to another process
+      return;
+    }
+    inner->abort();
+    if (dynamic_cast<const RequestWork*>(inner.get()) == nullptr) {
+      *abandoned_ = true;
+      (void)inner.release();
+    }
+  }
+
   c10::intrusive_ptr<c10d::Work> begun() const {
     std::lock_guard lock(mutex_);
     return inner_;
@@ -372,7 +396,7 @@ class GrantedWork final : public RequestWork {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   c10::intrusive_ptr<c10d::Work> inner_;  // until it is over
-  bool is_awaited_ = false;
+  bool is_awaited_ = false, is_aborted_ = false;
 };
 
 bool says_it_all(const std::exception_ptr& error) {
