@@ -396,10 +396,7 @@ c10::intrusive_ptr<c10d::Backend> CheckedBackend::shrink(
   check_inner(supportsShrinking(), "shrink");
   const Shrunk rest = shrunk(ranks_to_exclude, opts);
   if (flags == kShrinkAbort) {
-    without_gil([this] {
-      agreement_->abort();
-      messages_->abort();
-    });  // the inner backend ends its own
+    without_gil([this] { membership_->abort(); });  // the inner backend ends its own
   }
   const GlobalRanks global_ranks = global_ranks_.part(rest.ranks);
   return checked(
@@ -441,10 +438,7 @@ c10d::ErrorType CheckedBackend::getError() {
 }
 
 void CheckedBackend::abort() {
-  without_gil([this] {
-    agreement_->abort();
-    messages_->abort();  // of a group that had ended, too
-  });
+  without_gil([this] { membership_->abort(); });
   inner_->abort();
 }
 

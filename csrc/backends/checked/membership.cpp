@@ -45,6 +45,11 @@ void Membership::leave(Milliseconds grace) {
   leave_now(grace, grace > Milliseconds(0) && !has_ended);
 }
 
+void Membership::abort() {
+  agreement_->abort();
+  messages_->abort();
+}
+
 void Membership::leave_now(Milliseconds grace, bool waits) {
   using Clock = std::chrono::steady_clock;
   const auto until = Clock::now() + grace;

@@ -24,6 +24,8 @@ class Membership {
   // not somebody waits for them; what has not by then, and what is called later, fails. The other
   // ranks hear of it. No time where this thread may not wait.
   void leave(Milliseconds grace);
+  // Ends the group on all ranks; where it had ended, its messages here.
+  void abort();
 
  private:
   void leave_now(Milliseconds grace, bool waits);
