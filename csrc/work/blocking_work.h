@@ -34,8 +34,8 @@ c10::intrusive_ptr<c10d::Work> adapt_blocking_work(c10::intrusive_ptr<c10d::Work
 c10::intrusive_ptr<c10d::Work> adapt_blocking_work(c10::intrusive_ptr<c10d::Work> work,
                                                    OnWait on_wait);
 
-// Has a thread wait for `work`, as nobody else may: its peer counts on it. Not where there is none
-// to be had.
+// Has a thread wait for `work`, whose peer counts on it though nobody here waits. Does nothing
+// where the system has no more threads.
 void wait_aside(const c10::intrusive_ptr<c10d::Work>& work) noexcept;
 
 }  // namespace c10d_ext

@@ -73,7 +73,7 @@ class Group {
                   std::chrono::milliseconds timeout = kNotYet, DType dtype = DType::Bytes) {
     return post(to, {.peer = from, .tag = tag, .bytes = bytes, .dtype = dtype}, timeout);
   }
-  // What it posts or hears from here on it tells of, beside answers, when it is no longer busy.
+  // A busy rank answers rank 0, but tells of what it posts or hears only when it is busy no longer.
   void set_busy(int rank, bool is_busy) {
     auto& who = *ranks_[static_cast<size_t>(rank)];
     who.is_busy = is_busy;

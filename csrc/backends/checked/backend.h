@@ -123,8 +123,8 @@ class CheckedBackend final : public RequestBackend {
   const std::optional<size_t> piggyback_given_;
   const Inner inner_info_;
   const Group group_;  // for texts
-  // Works may outlive the backend; they hold this while they use it.
   const std::shared_ptr<MessagesInFlight> messages_ = std::make_shared<MessagesInFlight>();
+  // Works may outlive the backend; they hold this while they use it.
   const std::shared_ptr<Agreement> agreement_;
   const std::shared_ptr<Membership> membership_;
   const Little little_;

@@ -22,8 +22,8 @@ class SentMessages {
   // A receive of another rank waits, and nobody had sent to it. The number of the message that is
   // over by that, where there is one.
   std::optional<uint64_t> want(const Posted& receive);
-  // Rank 0 is asked to give it up: that a receive waits does not say any more that it is over, nor
-  // who that waits for where it comes meanwhile.
+  // Rank 0 is asked to give the send up. A receive that comes meanwhile may be for this one, or for
+  // the next: neither is over by that.
   void doubt(uint64_t number);
   // That of `rank` with this tag and number waits no longer.
   void unwant(int rank, int64_t tag, uint64_t number);
@@ -47,8 +47,8 @@ class SentMessages {
     bool has_data;
     bool is_in_doubt = false;
   };
-  // The first send and the first receive belong together, so that one of the two is empty; where
-  // that is known.
+  // The first send and the first receive belong together, so that one of the two is empty. Not
+  // known any more once a receive has come for a send in doubt.
   struct Channel {
     std::deque<End> sends, receives;
     bool is_known = true;

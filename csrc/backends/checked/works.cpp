@@ -316,7 +316,7 @@ class GrantedWork final : public RequestWork {
     return own_.settled();
   }
 
-  // It does not begin any more, or ends.
+  // Ends what the inner backend does of it, as soon as that has begun.
   void abort() override {
     c10::intrusive_ptr<c10d::Work> inner;
     {
